@@ -1,0 +1,91 @@
+"""KVferry: share, keep and move the paged KV caches of LLM engines.
+
+Names are loaded on first use, so that importing the package costs little and needs neither a GPU nor a driver.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from kvferry.client import CacheClient as CacheClient
+    from kvferry.errors import BlockIdError as BlockIdError
+    from kvferry.errors import CopyCancelled as CopyCancelled
+    from kvferry.errors import CudaError as CudaError
+    from kvferry.errors import CudaUnavailableError as CudaUnavailableError
+    from kvferry.errors import DeadlineError as DeadlineError
+    from kvferry.errors import KVFerryError as KVFerryError
+    from kvferry.errors import LayoutError as LayoutError
+    from kvferry.errors import MappingBoundsError as MappingBoundsError
+    from kvferry.errors import NotContiguousError as NotContiguousError
+    from kvferry.errors import ProtocolError as ProtocolError
+    from kvferry.errors import RequestError as RequestError
+    from kvferry.errors import ServerGoneError as ServerGoneError
+    from kvferry.errors import ShareError as ShareError
+    from kvferry.errors import StaleHandleError as StaleHandleError
+    from kvferry.errors import UnknownDeviceError as UnknownDeviceError
+    from kvferry.errors import UnsupportedMemoryError as UnsupportedMemoryError
+    from kvferry.errors import WireError as WireError
+    from kvferry.ipc import CudaIPCWrapper as CudaIPCWrapper
+    from kvferry.ipc import DeviceIPCWrapper as DeviceIPCWrapper
+    from kvferry.ipc import HostIPCWrapper as HostIPCWrapper
+    from kvferry.ipc import IPCPolicy as IPCPolicy
+    from kvferry.ipc import RawCudaIPCWrapper as RawCudaIPCWrapper
+    from kvferry.ipc import VmmCudaIPCWrapper as VmmCudaIPCWrapper
+    from kvferry.ipc import decode as decode
+    from kvferry.ipc import encode as encode
+    from kvferry.ipc import wrap as wrap
+    from kvferry.layout import KVLayout as KVLayout
+    from kvferry.server import CacheServer as CacheServer
+
+_HOMES = {
+    "kvferry.client": ("CacheClient",),
+    "kvferry.errors": (
+        "BlockIdError",
+        "CopyCancelled",
+        "CudaError",
+        "CudaUnavailableError",
+        "DeadlineError",
+        "KVFerryError",
+        "LayoutError",
+        "MappingBoundsError",
+        "NotContiguousError",
+        "ProtocolError",
+        "RequestError",
+        "ServerGoneError",
+        "ShareError",
+        "StaleHandleError",
+        "UnknownDeviceError",
+        "UnsupportedMemoryError",
+        "WireError",
+    ),
+    "kvferry.ipc": (
+        "CudaIPCWrapper",
+        "DeviceIPCWrapper",
+        "HostIPCWrapper",
+        "IPCPolicy",
+        "RawCudaIPCWrapper",
+        "VmmCudaIPCWrapper",
+        "decode",
+        "encode",
+        "wrap",
+    ),
+    "kvferry.layout": ("KVLayout",),
+    "kvferry.server": ("CacheServer",),
+}
+
+__all__ = sorted(name for names in _HOMES.values() for name in names)
+
+
+def __getattr__(name: str) -> object:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(home), name)
+    raise AttributeError(f"module 'kvferry' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

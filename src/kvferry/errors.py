@@ -1,0 +1,107 @@
+"""Every error that KVferry raises.
+
+KVFerryError
+|-- ShareError                  memory cannot be shared with, or opened from, another process
+|   |-- NotContiguousError      (ValueError) a tensor whose bytes are not one dense run
+|   |-- UnsupportedMemoryError  (ValueError) this wrapper cannot express this kind of memory
+|   |-- UnknownDeviceError      the peer's GPU is not visible here
+|   |-- StaleHandleError        the exporter freed, or freed and re-made, the allocation
+|   `-- MappingBoundsError      (ValueError) a tensor would lie beyond the memory that was opened
+|-- WireError                   (ValueError) bytes from a peer that do not decode; nothing was opened
+|-- CudaError                   a driver call failed; names call, code and device
+|   `-- CudaUnavailableError    no driver, no device, or a forked child that may not use CUDA
+|-- LayoutError                 (ValueError) tensors or settings that describe no known KV layout
+|-- BlockIdError                (ValueError) block ids outside the registered cache, or too few
+|-- CopyCancelled               a copy stopped early because it was asked to
+|-- DeadlineError               (TimeoutError) a wait ended without what it waited for
+|-- ProtocolError               a peer broke the protocol; the session ends
+|-- RequestError                the server refused one request; `code` says why, the session goes on
+`-- ServerGoneError             (ConnectionError) no server, or it went away
+"""
+
+from __future__ import annotations
+
+
+class KVFerryError(Exception):
+    """The root of the tree."""
+
+
+class ShareError(KVFerryError):
+    """Memory cannot be shared with, or opened from, another process."""
+
+
+class NotContiguousError(ShareError, ValueError):
+    """The tensor's bytes are not one dense run, and permuting its axes does not make them one."""
+
+
+class UnsupportedMemoryError(ShareError, ValueError):
+    """The wrapper cannot express this kind of memory; the text says which allocator made it and what to use."""
+
+
+class UnknownDeviceError(ShareError):
+    """The GPU on which the peer's memory lives is not visible in this process."""
+
+
+class StaleHandleError(ShareError):
+    """The handle belongs to an allocation that its exporter has freed, or freed and made again."""
+
+
+class MappingBoundsError(ShareError, ValueError):
+    """A descriptor names bytes beyond the end of the memory that was opened."""
+
+
+class WireError(KVFerryError, ValueError):
+    """Bytes from a peer are malformed, truncated, oversized or of an unknown version; nothing was opened."""
+
+
+class CudaError(KVFerryError):
+    """A CUDA driver or NVRTC call failed.
+
+    `call` is the function's name, `code` the numeric CUresult, `device` the ordinal where one is known.
+    """
+
+    def __init__(self, call: str, code: int, text: str, device: int | None = None) -> None:
+        where = "" if device is None else f" on device {device}"
+        super().__init__(f"{call} failed{where}: {text} (code {code})")
+        self.call = call
+        self.code = code
+        self.device = device
+
+
+class CudaUnavailableError(CudaError):
+    """There is no usable CUDA here: no driver, no device, or a child forked after CUDA was in use."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("cuInit", 100, reason)
+
+
+class LayoutError(KVFerryError, ValueError):
+    """Tensors, or settings beside them, that describe no KV layout known here."""
+
+
+class BlockIdError(KVFerryError, ValueError):
+    """Block ids lie outside the registered cache, or do not cover the tokens asked for."""
+
+
+class CopyCancelled(KVFerryError):
+    """A copy stopped early because it was asked to; nothing of it is still in flight."""
+
+
+class DeadlineError(KVFerryError, TimeoutError):
+    """A wait ended without what it waited for."""
+
+
+class ProtocolError(KVFerryError):
+    """A peer sent what the protocol does not allow; its session ends."""
+
+
+class RequestError(KVFerryError):
+    """The server refused one request; the session goes on. `code` is stable, the text is for people."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"{text} [{code}]")
+        self.code = code
+
+
+class ServerGoneError(KVFerryError, ConnectionError):
+    """There is no server at that address, or it went away."""
