@@ -53,9 +53,8 @@ def test_no_part_imports_what_its_row_does_not_allow() -> None:
 def test_import_contracts_hold() -> None:
     tool = shutil.which("lint-imports", path=str(pathlib.Path(sys.executable).parent))
     assert tool, "import-linter is not installed beside this Python"
-    run = subprocess.run(
-        [tool, "--no-cache"], cwd=SOURCE.parents[1], capture_output=True, text=True, timeout=50, check=False
-    )
+    command = [tool, "--no-cache"]
+    run = subprocess.run(command, cwd=SOURCE.parents[1], capture_output=True, text=True, timeout=50, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
 
 

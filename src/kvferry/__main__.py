@@ -1,0 +1,5 @@
+"""`python -m kvferry` is the command `kvferry`."""
+
+from kvferry.cli.main import main
+
+main()
