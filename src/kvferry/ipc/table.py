@@ -1,0 +1,79 @@
+"""The one process-wide object: who this process is, what it has mapped from others, what of its own it can share.
+
+The CUDA driver keeps one mapping of an allocation per process, so the table that counts uses of it has to be as wide.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import weakref
+from typing import NamedTuple
+
+from kvferry.ipc.mappings import MappingKey as MappingKey
+from kvferry.ipc.mappings import MappingRef as MappingRef
+from kvferry.ipc.mappings import MappingStats as MappingStats
+from kvferry.ipc.mappings import MappingTable as MappingTable
+from kvferry.ipc.mappings import Opened as Opened
+
+TOKEN_BYTES = 16
+
+
+class SegmentTable:
+    """Which address ranges of this process lie in host memory that can be shared; holds the segments weakly."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._segments: weakref.WeakValueDictionary[tuple[int, int], object] = weakref.WeakValueDictionary()
+
+    def add(self, address: int, nbytes: int, segment: object) -> None:
+        """Note that `segment` backs [address, address + nbytes)."""
+        with self._lock:
+            self._segments[(address, address + nbytes)] = segment
+
+    def find(self, address: int, nbytes: int = 1) -> object | None:
+        """The segment that holds all of [address, address + nbytes), or None."""
+        with self._lock:
+            for (start, end), segment in list(self._segments.items()):
+                if start <= address and address + nbytes <= end:
+                    return segment
+        return None
+
+
+class LocalExport(NamedTuple):
+    """An allocation that this process has exported: what opening its handle here resolves to."""
+
+    buffer_id: int
+    address: int
+    nbytes: int
+    device: int
+
+
+class ProcessTable:
+    """Who this process is (`token`), what it maps (`mappings`), and what of its own it can share or has shared.
+
+    A forked child gets a new token and an empty table of mappings, with no driver call: the parent's mappings are not
+    the child's. Host segments stay, since a fork inherits them.
+    """
+
+    def __init__(self) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.mappings = MappingTable()
+        self.segments = SegmentTable()
+        self.exports: dict[bytes, LocalExport] = {}
+        os.register_at_fork(after_in_child=self._after_fork_in_child)
+
+    def _after_fork_in_child(self) -> None:
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.mappings = MappingTable()
+        self.exports = {}
+        self.segments._lock = threading.Lock()
+
+
+_TABLE = ProcessTable()
+
+
+def process_table() -> ProcessTable:
+    """The table of this process."""
+    return _TABLE
