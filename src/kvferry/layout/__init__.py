@@ -1,1 +1,23 @@
-"""layout"""
+"""What the bytes of a KV cache mean: planes, formats of engines, keys of chunks. Pure: no GPU, no torch."""
+
+from __future__ import annotations
+
+from kvferry.layout.engines import FORMATS, LayoutHints, TensorView, describe, trtllm_view_6d
+from kvferry.layout.keys import HASH_BYTES, KeyChain, KeyContext, chain_hashes, chunk_tokens_for, namespace
+from kvferry.layout.planes import KVLayout, Plane
+
+__all__ = [
+    "FORMATS",
+    "HASH_BYTES",
+    "KVLayout",
+    "KeyChain",
+    "KeyContext",
+    "LayoutHints",
+    "Plane",
+    "TensorView",
+    "chain_hashes",
+    "chunk_tokens_for",
+    "describe",
+    "namespace",
+    "trtllm_view_6d",
+]
