@@ -1,0 +1,115 @@
+"""Leases: what a lookup promised, pinned until it was taken, released, or is overdue.
+
+A lease belongs to one request of one session, and holds a share of chunks for every rank of the engine. It is undone
+with the very chunks that it pinned, so no release can ever touch what another request holds.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.cache.index import Chunk, ChunkIndex
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A promise of `num_chunks` chunks to each rank that is still in `shares`."""
+
+    lease_id: int
+    owner: Hashable
+    scope: Hashable
+    request_id: str
+    num_chunks: int
+    expires_at: float
+    shares: dict[int, Sequence[Chunk]] = field(default_factory=dict)
+
+
+class LeaseTable:
+    """All leases. Times are the caller's clock, in seconds. Not thread-safe: one thread owns it."""
+
+    def __init__(self, index: ChunkIndex, ttl_s: float) -> None:
+        self._index = index
+        self._ttl_s = ttl_s
+        self._leases: OrderedDict[int, Lease] = OrderedDict()  # the one that expires first comes first
+        self._requests: dict[tuple[Hashable, str], Lease] = {}
+        self.num_expired = 0
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(
+        self, owner: Hashable, request_id: str, *, scope: Hashable, shares: Mapping[int, Sequence[Chunk]], now: float
+    ) -> Lease:
+        """Pin `shares` (chunks by rank, all of one length) for a request.
+
+        The request's earlier lease is kept, with a new term, where it promises the same; else it is replaced.
+        """
+        (num_chunks,) = {len(share) for share in shares.values()}
+        old = self._requests.get((owner, request_id))
+        if old is not None and self._same(old, shares, num_chunks):
+            old.expires_at = now + self._ttl_s
+            self._leases.move_to_end(old.lease_id)
+            return old
+        lease_id = secrets.randbits(62) | 1
+        lease = Lease(lease_id, owner, scope, request_id, num_chunks, now + self._ttl_s, dict(shares))
+        for share in lease.shares.values():
+            self._index.pin(share)
+        if old is not None:
+            self.release(old.lease_id)
+        self._leases[lease_id] = lease
+        self._requests[owner, request_id] = lease
+        return lease
+
+    def get(self, lease_id: int) -> Lease | None:
+        """The lease, while it is alive."""
+        return self._leases.get(lease_id)
+
+    def take(self, lease_id: int, rank: int) -> None:
+        """A rank has its share: unpin it. The lease ends with its last share. Idempotent."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return
+        self._index.unpin(lease.shares.pop(rank, ()))
+        if not lease.shares:
+            self.release(lease_id)
+
+    def release(self, lease_id: int) -> bool:
+        """End a lease and unpin what is left of it. Idempotent: False where it is gone already."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return False
+        if self._requests.get((lease.owner, lease.request_id)) is lease:
+            del self._requests[lease.owner, lease.request_id]
+        for share in lease.shares.values():
+            self._index.unpin(share)
+        return True
+
+    def release_owner(self, owner: Hashable) -> int:
+        """End all leases of a session; how many there were."""
+        owned = [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
+        return sum(self.release(lease_id) for lease_id in owned)
+
+    def expire(self, now: float) -> int:
+        """End the leases that are overdue; how many there were."""
+        overdue: list[int] = []
+        for lease in self._leases.values():
+            if lease.expires_at > now:
+                break
+            overdue.append(lease.lease_id)
+        self.num_expired += len(overdue)
+        return sum(self.release(lease_id) for lease_id in overdue)
+
+    def next_expiry(self) -> float | None:
+        """When `expire` has something to do next."""
+        lease = next(iter(self._leases.values()), None)
+        return None if lease is None else lease.expires_at
+
+    @staticmethod
+    def _same(lease: Lease, shares: Mapping[int, Sequence[Chunk]], num_chunks: int) -> bool:
+        """Whether what is left of `lease` promises these chunks (the last one stands for its chain)."""
+        if lease.num_chunks != num_chunks or not lease.shares.keys() <= shares.keys():
+            return False
+        return all(share[-1] is shares[rank][-1] for rank, share in lease.shares.items())

@@ -1,0 +1,219 @@
+"""ChunkIndex: visible once committed, leaves go first, pinned never, and no chain is ever broken."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvferry.cache import Chunk, ChunkIndex, ChunkState, SlabPool
+
+CHUNK = 65536
+NS = b"n" * 32
+OTHER = b"o" * 32
+
+
+def make_index(num_slots: int) -> ChunkIndex:
+    pool = SlabPool()
+    pool.add_area(0, num_slots * CHUNK)
+    return ChunkIndex(pool)
+
+
+def keys(prompt: str) -> list[bytes]:
+    """One key a letter; prompts that start alike share keys."""
+    return [hashlib.sha256(prompt[: end + 1].encode()).digest() for end in range(len(prompt))]
+
+
+def fill(index: ChunkIndex, prompt: str, namespace: bytes = NS) -> int:
+    return index.commit(index.reserve(namespace, keys(prompt), CHUNK).chunks)
+
+
+def hit(index: ChunkIndex, prompt: str, namespace: bytes = NS) -> int:
+    return len(index.lookup(namespace, keys(prompt)))
+
+
+def test_reserved_chunks_are_invisible() -> None:
+    index = make_index(8)
+    reservation = index.reserve(NS, keys("abc"), CHUNK)
+    assert (len(reservation.chunks), reservation.first, reservation.num_skipped) == (3, 0, 0)
+    assert hit(index, "abc") == 0
+    assert index.commit(reservation.chunks) == 3
+    assert hit(index, "abcd") == 3
+    assert hit(index, "abc", OTHER) == 0
+
+
+def test_aborted_chunks_leave_nothing() -> None:
+    index = make_index(2)
+    index.abort(index.reserve(NS, keys("ab"), CHUNK).chunks)
+    assert hit(index, "ab") == 0
+    assert len(index) == 0
+    assert fill(index, "xy") == 2
+
+
+def test_the_least_recently_used_chain_goes_deepest_first() -> None:
+    index = make_index(6)
+    fill(index, "abc")
+    fill(index, "xyz")
+    assert hit(index, "abc") == 3
+    fill(index, "k")
+    assert (hit(index, "xyz"), hit(index, "abc")) == (2, 3)
+    fill(index, "lm")
+    assert (hit(index, "xyz"), hit(index, "abc"), hit(index, "k")) == (0, 3, 1)
+
+
+def test_a_pinned_chain_stays_and_the_store_is_skipped() -> None:
+    index = make_index(4)
+    fill(index, "abcd")
+    pinned = index.lookup(NS, keys("abcd"))
+    index.pin(pinned)
+    reservation = index.reserve(NS, keys("wxyz"), CHUNK)
+    assert (reservation.chunks, reservation.num_skipped) == ((), 4)
+    assert index.counters.skipped_full == 4
+    index.unpin(pinned)
+    assert fill(index, "wxyz") == 4
+    assert hit(index, "abcd") == 0
+
+
+def test_a_chain_longer_than_the_pool_keeps_its_head() -> None:
+    index = make_index(4)
+    reservation = index.reserve(NS, keys("abcdef"), CHUNK)
+    assert (len(reservation.chunks), reservation.num_skipped) == (4, 2)
+    index.commit(reservation.chunks)
+    assert hit(index, "abcdef") == 4
+
+
+def test_a_slot_larger_than_the_pool_evicts_nothing() -> None:
+    index = make_index(4)
+    fill(index, "abcd")
+    assert index.reserve(OTHER, keys("x"), 5 * CHUNK).num_skipped == 1
+    assert hit(index, "abcd") == 4
+
+
+def test_storing_again_writes_only_what_is_missing() -> None:
+    index = make_index(8)
+    fill(index, "ab")
+    reservation = index.reserve(NS, keys("abcd"), CHUNK)
+    assert (reservation.first, reservation.num_present, len(reservation.chunks)) == (2, 2, 2)
+
+
+def test_what_another_store_is_writing_is_present() -> None:
+    index = make_index(8)
+    first = index.reserve(NS, keys("ab"), CHUNK)
+    second = index.reserve(NS, keys("abc"), CHUNK)
+    assert (second.first, second.num_present, len(second.chunks)) == (2, 2, 1)
+    assert index.commit(second.chunks) == 1
+    assert hit(index, "abc") == 0
+    index.commit(first.chunks)
+    assert hit(index, "abc") == 3
+
+
+@pytest.mark.parametrize("commit_child_first", [True, False])
+def test_a_child_goes_with_its_aborted_parent(commit_child_first: bool) -> None:
+    index = make_index(3)
+    parent = index.reserve(NS, keys("ab"), CHUNK)
+    child = index.reserve(NS, keys("abc"), CHUNK)
+    if commit_child_first:
+        index.commit(child.chunks)
+        index.abort(parent.chunks)
+    else:
+        index.abort(parent.chunks)
+        assert index.commit(child.chunks) == 0
+    assert len(index) == 0
+    assert fill(index, "xyz") == 3
+
+
+def test_chunks_after_start_need_their_parents() -> None:
+    index = make_index(8)
+    reservation = index.reserve(NS, keys("abcd"), CHUNK, start=2)
+    assert (reservation.chunks, reservation.num_skipped) == ((), 2)
+    assert index.counters.skipped_orphan == 2
+    fill(index, "ab")
+    reservation = index.reserve(NS, keys("abcd"), CHUNK, start=2)
+    assert (reservation.first, len(reservation.chunks), reservation.num_present) == (2, 2, 0)
+
+
+def test_a_key_below_another_parent_is_a_miss() -> None:
+    index = make_index(8)
+    fill(index, "ab")
+    a, b = keys("ab")
+    assert len(index.lookup(NS, [b])) == 0
+    assert len(index.lookup(NS, [a, a])) == 1
+    assert index.reserve(NS, [b], CHUNK).num_skipped == 1
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Random prompts over a small alphabet, so that chains branch, against what must always hold."""
+
+    prompts = st.text("ab", min_size=1, max_size=5)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SlabPool()
+        self.pool.add_area(0, 6 * CHUNK)
+        self.index = ChunkIndex(self.pool)
+        self.writing: list[tuple[Chunk, ...]] = []
+        self.pinned: list[list[Chunk]] = []
+
+    @rule(prompt=prompts, start=st.integers(0, 3))
+    def reserve(self, prompt: str, start: int) -> None:
+        reservation = self.index.reserve(NS, keys(prompt), CHUNK, min(start, len(prompt)))
+        seen = len(reservation.chunks) + reservation.num_present + reservation.num_skipped
+        assert seen == len(prompt) - min(start, len(prompt))
+        if reservation.chunks:
+            self.writing.append(reservation.chunks)
+
+    @rule(pick=st.integers(0, 100), whole=st.booleans())
+    def end_writing(self, pick: int, whole: bool) -> None:
+        if self.writing:
+            chunks = self.writing.pop(pick % len(self.writing))
+            if whole:
+                self.index.commit(chunks)
+            else:
+                self.index.abort(chunks)
+
+    @rule(prompt=prompts, pin=st.booleans())
+    def lookup(self, prompt: str, pin: bool) -> None:
+        found = self.index.lookup(NS, keys(prompt))
+        assert [chunk.key for chunk in found] == keys(prompt)[: len(found)]
+        if pin:
+            self.index.pin(found)
+            self.pinned.append(found)
+
+    @rule(pick=st.integers(0, 100))
+    def unpin(self, pick: int) -> None:
+        if self.pinned:
+            self.index.unpin(self.pinned.pop(pick % len(self.pinned)))
+
+    @rule()
+    def evict(self) -> None:
+        before = set(self.index._order)
+        if not self.index.evict_one():
+            assert all(chunk.children for chunk in before)
+
+    @invariant()
+    def chains_are_whole_and_slots_are_counted(self) -> None:
+        kept = list(self.index._namespaces.get(NS, {}).values())
+        order = {chunk: place for place, chunk in enumerate(self.index._order)}
+        for chunk in kept:
+            assert chunk.state is not ChunkState.GONE
+            assert chunk.parent is None or (chunk.parent in kept and chunk in chunk.parent.children)
+            evictable = chunk.state is ChunkState.COMMITTED and not chunk.pins
+            assert (chunk in order) == evictable
+            if chunk in order and chunk.parent in order:
+                assert order[chunk] < order[chunk.parent]
+        orphans = {chunk for chunks in self.writing for chunk in chunks if chunk.state is ChunkState.GONE}
+        assert len(self.index) == len(kept)
+        assert self.pool.used_bytes == (len(kept) + len(orphans)) * CHUNK
+
+    @invariant()
+    def pins_are_those_of_the_holders(self) -> None:
+        for chunk in self.index._namespaces.get(NS, {}).values():
+            assert chunk.pins == sum(chunk in share for share in self.pinned)
+        assert all(chunk.state is ChunkState.COMMITTED for share in self.pinned for chunk in share)
+
+
+TestIndexMachine = IndexMachine.TestCase
+TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

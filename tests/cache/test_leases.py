@@ -1,0 +1,91 @@
+"""LeaseTable: a release undoes its own pins and no others."""
+
+from __future__ import annotations
+
+from kvferry.cache import Chunk, ChunkIndex, LeaseTable, SlabPool
+
+CHUNK = 65536
+RANKS = (b"0" * 32, b"1" * 32)
+KEYS = [bytes([i]) * 32 for i in range(4)]
+TTL_S = 60.0
+
+
+def make_table() -> tuple[ChunkIndex, LeaseTable]:
+    """Four chunks for each of two ranks in a pool of eight."""
+    pool = SlabPool()
+    pool.add_area(0, 8 * CHUNK)
+    index = ChunkIndex(pool)
+    for namespace in RANKS:
+        index.commit(index.reserve(namespace, KEYS, CHUNK).chunks)
+    return index, LeaseTable(index, TTL_S)
+
+
+def shares(index: ChunkIndex, count: int = 4) -> dict[int, list[Chunk]]:
+    return {rank: index.lookup(namespace, KEYS[:count]) for rank, namespace in enumerate(RANKS)}
+
+
+def pins(index: ChunkIndex) -> list[int]:
+    return [chunk.pins for namespace in RANKS for chunk in index.lookup(namespace, KEYS)]
+
+
+def grant(index: ChunkIndex, table: LeaseTable, request: str, count: int = 4, now: float = 0.0) -> int:
+    return table.grant("s", request, scope="e", shares=shares(index, count), now=now).lease_id
+
+
+def test_release_never_lowers_what_another_request_holds() -> None:
+    index, table = make_table()
+    first, second = grant(index, table, "r1"), grant(index, table, "r2")
+    assert grant(index, table, "r1") == first
+    assert pins(index) == [2] * 8
+    assert table.release(first)
+    assert not table.release(first)
+    assert not table.release(first)
+    assert pins(index) == [1] * 8
+    assert not any(index.evict_one() for _ in range(8))
+    table.release(second)
+    assert pins(index) == [0] * 8
+
+
+def test_a_longer_promise_replaces_the_requests_own_lease() -> None:
+    index, table = make_table()
+    short = grant(index, table, "r1", 2)
+    long = grant(index, table, "r1", 4)
+    assert short != long
+    assert table.get(short) is None
+    assert pins(index) == [1] * 8
+
+
+def test_a_share_is_taken_once_and_the_last_ends_the_lease() -> None:
+    index, table = make_table()
+    lease = grant(index, table, "r1")
+    table.take(lease, 0)
+    table.take(lease, 0)
+    assert pins(index) == [0] * 4 + [1] * 4
+    table.take(lease, 1)
+    assert table.get(lease) is None
+    assert pins(index) == [0] * 8
+    assert grant(index, table, "r1") != lease
+
+
+def test_leases_expire_in_order_and_a_repeated_lookup_renews() -> None:
+    index, table = make_table()
+    grant(index, table, "old", now=0)
+    grant(index, table, "renewed", now=10)
+    grant(index, table, "renewed", now=50)
+    grant(index, table, "young", now=60)
+    assert table.expire(TTL_S - 1) == 0
+    assert table.expire(TTL_S) == 1
+    assert table.next_expiry() == 110
+    assert table.expire(1000) == 2
+    assert table.next_expiry() is None
+    assert table.num_expired == 3
+    assert pins(index) == [0] * 8
+
+
+def test_a_session_takes_its_leases_with_it() -> None:
+    index, table = make_table()
+    grant(index, table, "r1")
+    table.grant("other", "r1", scope="e", shares=shares(index), now=0)
+    assert table.release_owner("s") == 1
+    assert pins(index) == [1] * 8
+    assert len(table) == 1
