@@ -61,7 +61,7 @@ def test_the_least_recently_used_chain_goes_deepest_first() -> None:
     fill(index, "k")
     assert (hit(index, "xyz"), hit(index, "abc")) == (2, 3)
     fill(index, "lm")
-    assert (hit(index, "xyz"), hit(index, "abc"), hit(index, "k")) == (0, 3, 1)
+    assert (hit(index, "xyz"), hit(index, "abc"), hit(index, "k")) == (1, 3, 0)
 
 
 def test_a_pinned_chain_stays_and_the_store_is_skipped() -> None:
