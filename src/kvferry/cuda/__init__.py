@@ -1,1 +1,1 @@
-"""cuda"""
+"""The only code that calls the CUDA driver and its run-time compiler."""

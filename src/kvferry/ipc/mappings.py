@@ -194,8 +194,8 @@ class MappingTable:
             if entry.count > 0:
                 raise StaleHandleError(
                     f"{_name(key)} has the handle of {_name(entry.key)}, which is mapped here and in use "
-                    f"({entry.count} uses): the exporter freed that allocation and made another. Close the wrappers and tensors of "
-                    "the old one first"
+                    f"({entry.count} uses): the exporter freed that allocation and made another. Close the "
+                    "wrappers and tensors of the old one first"
                 )
             return entry, entry.gone
 
