@@ -1,1 +1,9 @@
-"""copy"""
+"""Copies between paged KV blocks and flat chunks."""
+
+from __future__ import annotations
+
+from kvferry.copy.copier import Copier
+from kvferry.copy.host import HostCopier
+from kvferry.copy.plan import Runs, plan_runs
+
+__all__ = ["Copier", "HostCopier", "Runs", "plan_runs"]

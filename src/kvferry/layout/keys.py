@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import sys
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -116,12 +115,11 @@ def _encode_array(values: np.ndarray[Any, Any]) -> bytes:
 
 def _encode_sequence(tokens: Sequence[int]) -> bytes:
     try:
-        values = array("i", tokens)
-    except OverflowError as error:
-        raise ValueError(f"a token id does not fit into int32: {error}") from None
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values.tobytes()
+        return struct.pack(f"<{len(tokens)}i", *tokens)
+    except struct.error as error:
+        if all(hasattr(token, "__index__") for token in tokens):
+            raise ValueError(f"a token id does not fit into int32: {error}") from None
+        raise TypeError(f"tokens must be integers: {error}") from None
 
 
 def _seed(chunk_tokens: int, context: KeyContext) -> bytes:

@@ -44,8 +44,9 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """What the bytes of a registered KV cache mean.
 
-    `block_size` is in tokens. `head_dim` and `num_kv_heads` are 0 where layers differ. `axis_order` names the axes that
-    lie inside a block, outermost first; `isa` names the CPU instruction set where the engine packs its blocks by it.
+    `block_size` is in tokens. `head_dim` and `num_kv_heads` are 0 where layers differ. `axis_order` tells the axes
+    inside a block and their sizes, outermost first, as in "K2N16H8D64" (for each layer where layers differ). `isa`
+    names the CPU instruction set where the engine packs its blocks by it.
 
     Raises LayoutError (a ValueError) where a field is out of range.
     """
@@ -79,7 +80,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return sum(plane.length for plane in self.planes)
 
     def fingerprint(self) -> bytes:
-        """32 bytes that are equal where, and only where, KV of one cache is meaningful in another.
+        """32 bytes that are equal only where KV of one cache has its meaning in another.
 
         Where the planes lie (storages, offsets, strides, number of blocks) does not count: it differs from one run of
         an engine to the next.
@@ -117,7 +118,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 def derive_planes(
     axes: Sequence[Axis], *, storage: int = 0, offset: int = 0, itemsize: int = 1
 ) -> tuple[list[Plane], str]:
-    """The planes of one tensor, outermost axis first, and the names of its axes inside a block in memory order.
+    """The planes of one tensor, outermost axis first, and its axes inside a block in memory order, as in "K2N16H8D64".
 
     `axes` are the tensor's, one of them named `B`; `offset` is the byte of the storage at which the tensor starts.
     Axes of size 1 have no place in memory and are left out. Raises LayoutError.
@@ -145,7 +146,7 @@ def derive_planes(
         Plane(storage, offset + sum(step), blocks[0].stride * itemsize, dense * itemsize)
         for step in itertools.product(*steps)
     ]
-    return planes, "".join(axis.name for axis in reversed(inner))
+    return planes, "".join(f"{axis.name}{axis.size}" for axis in reversed(inner))
 
 
 def merge_planes(planes: Iterable[Plane]) -> tuple[Plane, ...]:
