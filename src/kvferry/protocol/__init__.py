@@ -1,1 +1,1 @@
-"""protocol"""
+"""Messages between engines and the cache server, and how they lie on a socket."""

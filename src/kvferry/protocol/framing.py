@@ -1,0 +1,164 @@
+"""Frames on a Unix stream socket: a length (little-endian u32), then one message as msgpack.
+
+File descriptors come only with an FdBatch, attached to its first byte. The kernel ends a read after the bytes that
+carried descriptors, so those that a read yields belong to the last frame that began in it.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+
+from kvferry.errors import DeadlineError, ProtocolError
+from kvferry.protocol.messages import MAX_FDS_A_BATCH, FdBatch, Message, Reply, Request
+
+MAX_FRAME_BYTES = 16 << 20
+READ_BYTES = 256 << 10
+_LENGTH = struct.Struct("<I")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_A_BATCH * array.array("i").itemsize)
+
+_M = TypeVar("_M")
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Frame(Generic[_M]):
+    """One message with its file descriptors, which the receiver of the frame owns."""
+
+    message: _M
+    fds: tuple[int, ...]
+
+
+def encode_frame(message: Message) -> bytes:
+    """The bytes of one frame. Raises ProtocolError where it would be too long."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes; a frame holds {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader(Generic[_M]):
+    """Puts frames together from what a socket gives. Owns descriptors until `next_frame` hands them out."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[_M]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+        self._start = 0
+        self._fds: list[int] = []
+
+    @classmethod
+    def _make(cls, kind: object) -> FrameReader[_M]:
+        return cls(msgspec.msgpack.Decoder(kind))
+
+    def feed(self, data: bytes, fds: Sequence[int] = ()) -> None:
+        """Add what one read gave; takes the descriptors, also when it raises.
+
+        Raises ProtocolError where descriptors come while earlier ones still wait for their frame.
+        """
+        had_some = bool(self._fds)
+        self._fds.extend(fds)
+        self._buffer += data
+        if had_some and fds:
+            raise ProtocolError("file descriptors came before the frame of the ones before them was complete")
+
+    def next_frame(self) -> Frame[_M] | None:
+        """The next whole frame, or None where more bytes are needed. Raises ProtocolError for what is no frame."""
+        available = len(self._buffer) - self._start
+        if available < _LENGTH.size:
+            self._need_more(available)
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer, self._start)
+        if length > MAX_FRAME_BYTES:
+            raise ProtocolError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        begin = self._start + _LENGTH.size
+        end = begin + length
+        if len(self._buffer) < end:
+            self._need_more(available)
+            return None
+        try:
+            message = self._decoder.decode(memoryview(self._buffer)[begin:end])
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a frame of {length} bytes does not decode: {error}") from None
+        self._start = end
+        if end == len(self._buffer):
+            self._buffer = bytearray()
+            self._start = 0
+        return Frame(message, self._take_fds(message))
+
+    def close(self) -> None:
+        """Close the descriptors that no frame has taken. Idempotent."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
+
+    def _need_more(self, available: int) -> None:
+        if self._fds and not available:
+            raise ProtocolError(f"{len(self._fds)} file descriptors came with a frame that may not carry any")
+        if self._start:
+            del self._buffer[: self._start]
+            self._start = 0
+
+    def _take_fds(self, message: _M) -> tuple[int, ...]:
+        if not isinstance(message, FdBatch):
+            return ()
+        if len(self._fds) != message.count:
+            raise ProtocolError(f"a batch of {message.count} file descriptors came with {len(self._fds)}")
+        fds, self._fds = tuple(self._fds), []
+        return fds
+
+
+def request_reader() -> FrameReader[Request]:
+    """What the server reads a client's frames with."""
+    return FrameReader._make(Request)
+
+
+def reply_reader() -> FrameReader[Reply]:
+    """What a client reads the server's frames with."""
+    return FrameReader._make(Reply)
+
+
+def receive(sock: socket.socket, nbytes: int = READ_BYTES) -> tuple[bytes, list[int]]:
+    """One read that does not block: bytes (none at the end of the stream) and descriptors, which the caller owns.
+
+    Raises BlockingIOError where there is nothing to read, ProtocolError where descriptors had to be dropped.
+    """
+    data, ancillary, flags, _ = sock.recvmsg(nbytes, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        raise ProtocolError(f"more than {MAX_FDS_A_BATCH} file descriptors in one message, or no room to open them")
+    return data, list(fds)
+
+
+def send_within(sock: socket.socket, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
+    """Send all of `data`, with `fds` at its first byte, before `deadline` (by `time.monotonic`).
+
+    The descriptors stay the caller's. Raises DeadlineError; the stream is then broken in mid-frame and of no use.
+    """
+    view = memoryview(data)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    while view:
+        with contextlib.suppress(BlockingIOError):
+            view = view[sock.sendmsg([view], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
+            rights = []
+            continue
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineError(f"the peer read nothing in time; {len(view)} of {len(data)} bytes were not sent")
+        poller = select.poll()
+        poller.register(sock, select.POLLOUT)
+        poller.poll(left * 1e3)
