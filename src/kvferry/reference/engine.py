@@ -1,0 +1,209 @@
+"""A small inference engine: chunk-aligned prefill, greedy decode, and reuse of KV through a cache server.
+
+Exactness rests on two rules. Prefill always runs in steps that begin at multiples of `chunk_tokens`, so that a token's
+KV comes from the same shapes and the same arithmetic whether its predecessors were computed or retrieved; and only
+whole chunks that prefill computed are stored. Logits with and without reuse are then equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+
+import torch
+
+from kvferry.client import CacheClient
+from kvferry.errors import DeadlineError, KVFerryError
+from kvferry.layout import chunk_tokens_for
+from kvferry.reference.model import Model, ModelConfig
+from kvferry.reference.paged import BlockPool, PagedCache, PagedConfig
+
+__all__ = ["EngineConfig", "Generation", "ReferenceEngine", "Request"]
+
+KV_FORMAT = "vllm_flash_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Model, cache and device of one engine. `shuffle_seed` orders its free blocks (None: ascending)."""
+
+    model: ModelConfig
+    paged: PagedConfig
+    device: str = "cpu"
+    shuffle_seed: int | None = 0
+    timeout_s: float = 60.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.startswith("cuda") else torch.float32
+
+    @property
+    def chunk_tokens(self) -> int:
+        return chunk_tokens_for(self.paged.block_size)
+
+
+@dataclasses.dataclass
+class Request:
+    """One sequence in the engine: its tokens, its block table, and how many of its tokens have KV in the cache."""
+
+    request_id: str
+    tokens: list[int]
+    blocks: list[int]
+    computed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` did. `ttft_ms` runs from the call to the first token's value on the host.
+
+    `reuse_failure` says why a promised reuse came to nothing; the prompt was then computed, so the tokens are right.
+    """
+
+    tokens: list[int]
+    reused_tokens: int
+    ttft_ms: float
+    reuse_failure: str | None = None
+
+
+class ReferenceEngine:
+    """The engine. One thread; every call blocks until its result is there."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.device = torch.device(config.device)
+        self.model = Model(config.model, self.device, config.dtype)
+        self.cache = PagedCache(config.model, config.paged, self.device, config.dtype)
+        self.pool = BlockPool(config.paged.num_blocks, config.shuffle_seed)
+        self._client: CacheClient | None = None
+        self._request_numbers = itertools.count()
+
+    def connect(self, client: CacheClient, engine_id: str) -> None:
+        """Register this engine's KV cache with a server; the caller keeps and closes `client`."""
+        client.register_kv_caches(
+            self.cache.named_layers(), engine_id=engine_id, model=self.config.model.name, format=KV_FORMAT
+        )
+        self._client = client
+
+    def open(self, tokens: Sequence[int], max_new_tokens: int = 0) -> Request:
+        """Give blocks to a prompt and the tokens to come. The caller closes the request."""
+        if not tokens:
+            raise ValueError("an empty prompt: at least one token is needed")
+        count = -(-(len(tokens) + max_new_tokens) // self.config.paged.block_size)
+        return Request(f"request-{next(self._request_numbers)}", list(tokens), self.pool.allocate(count))
+
+    def close(self, request: Request) -> None:
+        """Take the request's blocks back. Idempotent."""
+        self.pool.free(request.blocks)
+        request.blocks = []
+
+    def reuse(self, request: Request, kv_of: Sequence[int] | None = None) -> int:
+        """Retrieve the KV of the longest stored prefix, short of the last token; the number of tokens it covers.
+
+        `kv_of` puts the KV of another prompt in its place, which makes the tokens wrong: the control of demo and tests.
+        Raises a `KVFerryError` where the server could not deliver; the request then stands as before.
+        """
+        client = self._connected()
+        prompt = (request.tokens if kv_of is None else list(kv_of))[: len(request.tokens) - 1]
+        promise = client.lookup(request.request_id, prompt)
+        if promise.tokens == 0:
+            return 0
+        try:
+            self._finish_device_work()
+            blocks = request.blocks[: promise.tokens // self.config.paged.block_size]
+            client.retrieve(promise.lease_id, blocks).wait(self.config.timeout_s)
+        finally:
+            client.release(promise.lease_id)
+        request.computed = promise.tokens
+        return promise.tokens
+
+    @torch.inference_mode()
+    def prefill(self, request: Request) -> torch.Tensor:
+        """Compute what has no KV yet; float32 logits [vocab_size] after the last token."""
+        chunk = self.config.chunk_tokens
+        if request.computed % chunk or request.computed >= len(request.tokens):
+            raise ValueError(
+                f"{request.computed} of {len(request.tokens)} tokens have KV: prefill starts at a multiple of {chunk} "
+                f"and computes at least the last token"
+            )
+        while True:
+            count = min(chunk, len(request.tokens) - request.computed)
+            logits = self._step(request, count)
+            if request.computed == len(request.tokens):
+                return logits
+
+    def store(self, request: Request, prompt_tokens: int | None = None) -> int:
+        """Send the whole chunks of the prompt to the server and wait until they are there; their tokens.
+
+        Tokens beyond `prompt_tokens` came out of decode, one at a time: other shapes, so other bits. They stay here.
+        """
+        limit = min(request.computed, len(request.tokens) if prompt_tokens is None else prompt_tokens)
+        whole = limit - limit % self.config.chunk_tokens
+        if whole:
+            blocks = request.blocks[: whole // self.config.paged.block_size]
+            self._connected().store(request.tokens[:whole], blocks).wait(self.config.timeout_s)
+        return whole
+
+    @torch.inference_mode()
+    def decode(self, request: Request, first: int, count: int) -> list[int]:
+        """`count` greedy tokens, of which `first` is the first; the KV of all but the last is in the cache."""
+        request.tokens.append(first)
+        produced = [first]
+        while len(produced) < count:
+            produced.append(_greedy(self._step(request, 1)))
+            request.tokens.append(produced[-1])
+        return produced
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        max_new_tokens: int,
+        *,
+        reuse: bool = False,
+        kv_of: Sequence[int] | None = None,
+        store: bool = False,
+    ) -> Generation:
+        """Serve one prompt from start to end: reuse what is stored, compute the rest, decode greedily, maybe store."""
+        started = time.perf_counter()
+        request = self.open(tokens, max_new_tokens)
+        try:
+            reused, failure = self._try_reuse(request, kv_of) if reuse else (0, None)
+            first = _greedy(self.prefill(request))
+            ttft_ms = (time.perf_counter() - started) * 1e3
+            produced = self.decode(request, first, max_new_tokens)
+            if store:
+                self.store(request, len(tokens))
+            return Generation(produced, reused, ttft_ms, failure)
+        finally:
+            self.close(request)
+
+    def _try_reuse(self, request: Request, kv_of: Sequence[int] | None) -> tuple[int, str | None]:
+        """Reuse, or the reason why not: a cache that cannot deliver costs time, never a request."""
+        try:
+            return self.reuse(request, kv_of), None
+        except DeadlineError:
+            raise  # bytes may still land in these blocks, so nothing may be computed into them
+        except KVFerryError as error:
+            return 0, str(error)
+
+    def _step(self, request: Request, count: int) -> torch.Tensor:
+        start = request.computed
+        tokens = torch.tensor(request.tokens[start : start + count], device=self.device)
+        logits = self.model.step(tokens, start, self.cache.attend(request.blocks, start, count))
+        request.computed = start + count
+        return logits
+
+    def _finish_device_work(self) -> None:
+        """Blocks are given out again while kernels that read them may still run; wait before others write there."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _connected(self) -> CacheClient:
+        if self._client is None:
+            raise ValueError("this engine has no cache server; call connect() first")
+        return self._client
+
+
+def _greedy(logits: torch.Tensor) -> int:
+    return int(logits.argmax().item())
