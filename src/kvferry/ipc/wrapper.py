@@ -149,8 +149,8 @@ class DeviceIPCWrapper(ABC):
             with self._lock:
                 if self._closed or self._tensor is not None:
                     raise ShareError(f"{self!r} takes no file descriptor")
-                self._opened = True
             self._accept_fd(index, fd)
+            self._opened = True
         finally:
             os.close(fd)
 
@@ -169,9 +169,12 @@ class DeviceIPCWrapper(ABC):
         with self._lock:
             if self._closed:
                 raise ShareError(f"{self!r} is closed: call to_tensor() before close()")
-            tensor = self._tensor
-            self._opened = self._opened or tensor is None
-        return self._open() if tensor is None else tensor
+            exported = self._tensor
+        if exported is not None:
+            return exported
+        tensor = self._open()
+        self._opened = True
+        return tensor
 
     def close(self) -> None:
         """Give back what the wrapper holds; idempotent, any thread, tensors already given stay valid."""
@@ -211,5 +214,6 @@ class DeviceIPCWrapper(ABC):
     def __del__(self) -> None:
         # An export that raised leaves an object without these fields.
         if getattr(self, "_opened", False) and not self._closed:
-            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1, source=self)
+            text = f"{self!r} was not closed"
             self.close()
+            warnings.warn(text, ResourceWarning, stacklevel=1, source=self)
