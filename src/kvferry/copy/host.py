@@ -4,36 +4,51 @@ from __future__ import annotations
 
 import ctypes
 
-from kvferry.copy.copier import Cancelled, check_cancelled
-from kvferry.copy.plan import Int64s, Runs
+import numpy as np
 
-_STEP_BYTES = 8 << 20
+from kvferry.copy.copier import Cancelled, check_cancelled
+from kvferry.copy.plan import Int64s, Runs, split_runs
+from kvferry.copy.streaming import StreamingCopy
+
+_STEP_BYTES = 16 << 20
 
 
 class HostCopier:
-    """Copies between host addresses with `memmove`; other Python threads run meanwhile."""
+    """Copies between host addresses, past the caches where the processor allows; other Python threads run meanwhile."""
+
+    def __init__(self) -> None:
+        self._streaming = StreamingCopy.load()
 
     def gather(self, runs: Runs, cancelled: Cancelled | None = None) -> None:
         """Copy from the paged side to the flat side."""
-        _copy(runs.flat, runs.paged, runs.nbytes, cancelled)
+        split = split_runs(runs, _STEP_BYTES)
+        self._copy(np.stack((split.flat, split.paged, split.nbytes), axis=1), cancelled)
 
     def scatter(self, runs: Runs, cancelled: Cancelled | None = None) -> None:
         """Copy from the flat side to the paged side."""
-        _copy(runs.paged, runs.flat, runs.nbytes, cancelled)
+        split = split_runs(runs, _STEP_BYTES)
+        self._copy(np.stack((split.paged, split.flat, split.nbytes), axis=1), cancelled)
 
     def warm(self) -> None:
         """Nothing to prepare."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Nothing that outlives the object."""
 
-
-def _copy(targets: Int64s, sources: Int64s, sizes: Int64s, cancelled: Cancelled | None) -> None:
-    move = ctypes.memmove
-    done = asked = 0
-    for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-        move(target, source, nbytes)
-        done += nbytes
-        if done - asked >= _STEP_BYTES:
+    def _copy(self, rows: Int64s, cancelled: Cancelled | None) -> None:
+        """Copy `rows` (target, source, bytes) in steps of about `_STEP_BYTES`, asking before each."""
+        ends = np.cumsum(rows[:, 2])
+        start = done = 0
+        while start < len(rows):
             check_cancelled(cancelled, done)
-            asked = done
+            stop = max(start + 1, int(np.searchsorted(ends, done + _STEP_BYTES, side="right")))
+            if self._streaming is not None:
+                self._streaming.copy_rows(rows[start:stop])
+            else:
+                _move(rows[start:stop])
+            start, done = stop, int(ends[stop - 1])
+
+
+def _move(rows: Int64s) -> None:
+    for target, source, nbytes in rows.tolist():
+        ctypes.memmove(target, source, nbytes)

@@ -56,6 +56,17 @@ def plan_runs(
     return _joined(paged.ravel(), flat.ravel(), nbytes.ravel())
 
 
+def split_runs(runs: Runs, limit: int) -> Runs:
+    """The same runs, those of more than `limit` bytes cut into pieces of at most `limit`."""
+    pieces = -(-runs.nbytes // limit)
+    if not len(pieces) or int(pieces.max()) <= 1:
+        return runs
+    firsts = np.cumsum(pieces) - pieces
+    within = (np.arange(int(pieces.sum())) - np.repeat(firsts, pieces)) * limit
+    rest = np.repeat(runs.nbytes, pieces) - within
+    return Runs(np.repeat(runs.paged, pieces) + within, np.repeat(runs.flat, pieces) + within, np.minimum(rest, limit))
+
+
 def _checked_ids(num_blocks: int, block_ids: Integers, num_chunks: int, skip_blocks: int) -> Int64s:
     """`block_ids` as an array [num_chunks, blocks a chunk]."""
     ids = np.asarray(block_ids, dtype=np.int64)
