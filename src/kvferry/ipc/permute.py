@@ -1,4 +1,4 @@
-"""The order of a tensor's axes against the order of its bytes: metadata only, nothing is copied."""
+"""Tensors as one dense run of bytes: by permuting axes where that is enough, refused where it is not."""
 
 from __future__ import annotations
 
@@ -8,22 +8,27 @@ from kvferry.errors import NotContiguousError
 
 
 def attempt_permute_to_contiguous_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of `tensor` with its axes in memory order where that is one dense run, else `tensor` itself."""
+    """A view of `tensor` with its axes in memory order, if that makes it contiguous; else `tensor` itself.
+
+    Metadata only: no byte is copied. The axes with the larger strides come first, so an NHD view of HND memory comes
+    back as HND; axes of equal strides, which only those of size 1 may have, keep their order.
+    """
     if tensor.is_contiguous():
         return tensor
-    order = sorted(range(tensor.ndim), key=lambda axis: (-tensor.stride(axis), axis))
-    view = tensor.permute(order)
-    return view if view.is_contiguous() else tensor
+    order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), -tensor.size(axis), axis))
+    permuted = tensor.permute(order)
+    return permuted if permuted.is_contiguous() else tensor
 
 
 def assert_contiguous(tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose bytes are not one dense run in the order of its axes.
+    """Refuse a tensor whose elements are not one dense run in row-major order; never copies.
 
     Raises:
-        NotContiguousError: with the shape and the stride.
+        NotContiguousError: the text gives shape and stride.
     """
     if not tensor.is_contiguous():
         raise NotContiguousError(
-            f"the tensor is not contiguous in any order of its axes: shape {tuple(tensor.shape)}, stride "
-            f"{tensor.stride()}; share its whole storage, or a dense part of it (nothing is copied here)"
+            f"a tensor of shape {tuple(tensor.shape)} and stride {tuple(tensor.stride())} has gaps or overlaps between "
+            "its elements, in any order of its axes: share the tensor that it is a view of, and send this view's "
+            "offsets and strides beside it. It is not copied, since writes to a copy would be lost"
         )
