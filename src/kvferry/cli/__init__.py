@@ -1,1 +1,1 @@
-"""cli"""
+"""The command line: `kvferry serve`, `kvferry demo`, `kvferry bench ipc | store`."""

@@ -206,4 +206,4 @@ class ReferenceEngine:
 
 
 def _greedy(logits: torch.Tensor) -> int:
-    return int(logits.argmax().item())
+    return int(logits.argmax())

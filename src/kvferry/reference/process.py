@@ -45,7 +45,7 @@ def answer_lines(commands: Any, handle: Callable[[Any], dict[str, Any]], exit_co
 
 
 class LineProcess:
-    """One child that runs `module`, in a session of its own so that Ctrl-C reaches only us. For one thread at a time."""
+    """One child that runs `module`, in a session of its own so that Ctrl-C reaches only us. One thread at a time."""
 
     def __init__(self, name: str, module: str) -> None:
         self.name = name
@@ -85,14 +85,16 @@ class LineProcess:
         did not answer; it must then be killed, since its next answer would belong to this command.
         """
         deadline = time.monotonic() + timeout_s
-        try:
-            self._write(msgspec.json.encode(command) + b"\n", deadline)
-        except BrokenPipeError:
-            raise self._ended() from None
-        reply: dict[str, Any] = msgspec.json.decode(self._read_line(deadline))
-        if not reply.pop("ok"):
-            raise ChildProcessError(f"{self.name}: {reply['error']}")
-        return reply
+        self._send(command, deadline)
+        return self._receive(deadline)
+
+    def begin(self, command: msgspec.Struct, timeout_s: float = 60.0) -> None:
+        """Send one command without waiting for its reply, which `finish` returns; for children that work at once."""
+        self._send(command, time.monotonic() + timeout_s)
+
+    def finish(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Wait for the reply of the command that `begin` sent; raises as `call` does."""
+        return self._receive(time.monotonic() + timeout_s)
 
     def kill(self, timeout_s: float = 10.0) -> None:
         """SIGKILL and reap. Idempotent."""
@@ -116,10 +118,20 @@ class LineProcess:
         self._stdin.close()
         self._stdout.close()
 
-    def _write(self, data: bytes, deadline: float) -> None:
-        while data:
-            self._await(self._stdin, selectors.EVENT_WRITE, deadline)
-            data = data[os.write(self._stdin.fileno(), data) :]
+    def _send(self, command: msgspec.Struct, deadline: float) -> None:
+        data = msgspec.json.encode(command) + b"\n"
+        try:
+            while data:
+                self._await(self._stdin, selectors.EVENT_WRITE, deadline)
+                data = data[os.write(self._stdin.fileno(), data) :]
+        except BrokenPipeError:
+            raise self._ended() from None
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        reply: dict[str, Any] = msgspec.json.decode(self._read_line(deadline))
+        if not reply.pop("ok"):
+            raise ChildProcessError(f"{self.name}: {reply['error']}")
+        return reply
 
     def _read_line(self, deadline: float) -> bytes:
         while b"\n" not in self._pending:

@@ -1,0 +1,164 @@
+"""The commands. Their work, and torch with it, is imported inside them: `kvferry --help` must not take seconds.
+
+That is the one place in the project where imports are not at the top of a module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import signal
+from collections.abc import Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+from kvferry.cli.sizes import parse_bytes
+from kvferry.errors import KVFerryError
+
+if TYPE_CHECKING:
+    from kvferry.cli.bench_report import Result
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(help="Share, keep and move the paged KV caches of LLM engines.", no_args_is_help=True)
+bench = typer.Typer(help="Measure this machine; ratios are to a limit measured in the same run.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+class Device(str, Enum):
+    """Where KV lives."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+DeviceOption = Annotated[
+    Device, typer.Option(help="Use the GPU (cuda), host memory (cpu), or the GPU if there is one.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def serve(
+    socket: Annotated[pathlib.Path, typer.Option(help="Path of the Unix socket to listen on.")],
+    memory: Annotated[str, typer.Option(help="Size of the pool that keeps KV, e.g. 4GiB.")] = "4GiB",
+    device: DeviceOption = Device.auto,
+    until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Run the cache server until SIGTERM or SIGINT."""
+    from kvferry.cli.serve import run_server
+
+    raise typer.Exit(run_server(socket, parse_bytes(memory), device.value, until_stdin_closes=until_stdin_closes))
+
+
+@app.command()
+def demo(
+    device: DeviceOption = Device.auto,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Length of the prompt; 0: as suits the device.")] = 0,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 24,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the main job: a killed engine's KV, reused by another engine, gives the same tokens sooner."""
+    from kvferry.cli.demo import DemoConfig, run_demo
+    from kvferry.cli.demo_view import show_result, show_steps
+
+    config = DemoConfig(device=device.value, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    with _ended_by_sigterm():
+        if as_json:
+            result = run_demo(config, lambda _: None)
+            typer.echo(json.dumps(dataclasses.asdict(result)))
+        else:
+            console = Console()
+            with show_steps(console) as say:
+                result = run_demo(config, say)
+            show_result(console, result)
+    raise typer.Exit(1 if result.broken_promises() else 0)
+
+
+@bench.command("ipc")
+def bench_ipc(
+    device: DeviceOption = Device.auto,
+    size: Annotated[
+        str, typer.Option(help="The allocation that is shared, e.g. 4GiB; by default as suits the device.")
+    ] = "",
+    held: Annotated[str, typer.Option(help="What each engine that is killed holds, e.g. 4GiB.")] = "",
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each figure is measured.")] = 9,
+    kills: Annotated[int, typer.Option(min=1, help="Engines to kill.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Sharing a KV cache with another process, and its memory back after a kill."""
+    from kvferry.cli.bench_ipc import IpcBenchConfig, run_bench_ipc
+    from kvferry.cli.machine import resolve_device
+
+    config = IpcBenchConfig.for_device(resolve_device(device.value))
+    config = dataclasses.replace(
+        config,
+        size_bytes=parse_bytes(size) if size else config.size_bytes,
+        held_bytes=parse_bytes(held) if held else config.held_bytes,
+        repeats=repeats,
+        kills=kills,
+    )
+    with _ended_by_sigterm():
+        _report("ipc", config.device, run_bench_ipc(config), as_json=as_json)
+
+
+@bench.command("store")
+def bench_store(
+    device: DeviceOption = Device.auto,
+    size: Annotated[list[str], typer.Option(help="KV to store and retrieve, e.g. 512MiB; may be given again.")] = [],  # noqa: B006  typer copies it
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each figure is measured.")] = 7,
+    lookups: Annotated[int, typer.Option(min=2, help="Lookups to time.")] = 200,
+    as_json: JsonOption = False,
+) -> None:
+    """Store and retrieve until the data is there, beside a plain copy; lookups."""
+    from kvferry.cli.bench_store import StoreBenchConfig, run_bench_store
+    from kvferry.cli.machine import resolve_device
+
+    config = StoreBenchConfig.for_device(resolve_device(device.value))
+    sizes = tuple(sorted(parse_bytes(text) for text in size)) or config.sizes_bytes
+    config = dataclasses.replace(config, sizes_bytes=sizes, repeats=repeats, lookups=lookups)
+    with _ended_by_sigterm():
+        _report("store", config.device, run_bench_store(config), as_json=as_json)
+
+
+def _report(name: str, device: str, results: list[Result], *, as_json: bool) -> None:
+    from kvferry.cli.bench_report import as_object, show
+    from kvferry.cli.machine import describe_machine
+
+    if as_json:
+        typer.echo(json.dumps(as_object(name, describe_machine(device), results)))
+    else:
+        show(Console(), name, results)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds the body as Ctrl-C does, so that children and files are cleaned up."""
+
+    def unwind(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def main() -> None:
+    """The entry point of `kvferry`: errors that people can act on are shown as one line, not as a trace."""
+    try:
+        app()
+    except (KVFerryError, ChildProcessError, ValueError) as error:
+        typer.echo(f"kvferry: {error}", err=True)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
