@@ -27,6 +27,7 @@ from kvferry.cli.bench_slowdown import bench_slowdown
 from kvferry.cli.children import ServerProcess
 from kvferry.cli.sizes import format_bytes
 from kvferry.client import CacheClient
+from kvferry.layout import chunk_tokens_for
 
 __all__ = ["PagedKV", "StoreBenchConfig", "run_bench_store"]
 
@@ -34,6 +35,7 @@ MIB = 1 << 20
 # The KV shape of an 8B model: 128 KiB a token, 64 planes with blocks of 32 KiB.
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
 TOKEN_BYTES = NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_DIM * 2
+CHUNK_BYTES = TOKEN_BYTES * chunk_tokens_for(BLOCK_SIZE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,11 @@ class StoreBenchConfig:
     repeats: int = 5
     lookups: int = 200
     slowdown: bool = False
+
+    def __post_init__(self) -> None:
+        odd = [size for size in self.sizes_bytes if size <= 0 or size % CHUNK_BYTES]
+        if odd or not self.sizes_bytes:
+            raise ValueError(f"sizes {odd} bytes: each must be a multiple of {format_bytes(CHUNK_BYTES)}, one chunk")
 
     @classmethod
     def for_device(cls, device: str) -> StoreBenchConfig:

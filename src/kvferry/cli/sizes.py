@@ -11,7 +11,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 def parse_bytes(text: str) -> int:
     """`4GiB`, `512MiB`, `2e9`, `1.5 GB` or plain bytes, as bytes. Raises `ValueError`."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text, re.IGNORECASE)
     unit = None if match is None else _UNITS.get(match[2].lower())
     if match is None or unit is None:
         raise ValueError(f"{text!r} is no amount of memory; write for example 4GiB, 512MiB or 1000000000")

@@ -1,0 +1,68 @@
+"""`kvferry serve` and the command as a whole."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvferry.cli.children import ServerProcess
+from kvferry.client import CacheClient
+
+COMMAND = [sys.executable, "-m", "kvferry", "serve", "--device", "cpu", "--memory", "16MiB", "--socket"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+    socket = tmp_path / "server.sock"
+    with subprocess.Popen([*COMMAND, str(socket)], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith(f"ready: unix:{socket}")
+            with CacheClient(f"unix:{socket}") as client:
+                client.ping()
+            server.send_signal(number)
+            assert server.wait(15) == 0
+        finally:
+            server.kill()
+    assert not socket.exists()
+
+
+def test_a_child_server_ends_with_its_parents_pipe(tmp_path: pathlib.Path) -> None:
+    server = ServerProcess(tmp_path / "s", 16 << 20, "cpu")
+    assert server._process.stdin is not None
+    server._process.stdin.close()
+    assert server._process.wait(15) == 0
+    server.close()
+
+
+def test_a_server_that_cannot_start_says_why_at_once(tmp_path: pathlib.Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(ChildProcessError, match="ended with code 2 at its start"):
+        ServerProcess(tmp_path / "no" / "such" / "folder", 16 << 20, "cpu")
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--socket", "s", "--memory", "lots"], "4GiB"),
+        (["--socket", "s" * 200], "socket_path has 200 bytes"),
+    ],
+)
+def test_bad_options_are_one_line_and_no_trace(arguments: list[str], text: str) -> None:
+    command = [sys.executable, "-m", "kvferry", "serve", "--device", "cpu", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, kvferry.cli.main; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "False"
