@@ -15,7 +15,8 @@ def attempt_permute_to_contiguous_view(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.is_contiguous():
         return tensor
-    order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), -tensor.size(axis), axis))
+    sizes, strides = tuple(tensor.shape), tuple(tensor.stride())
+    order = sorted(range(len(sizes)), key=lambda axis: (-strides[axis], -sizes[axis], axis))
     permuted = tensor.permute(order)
     return permuted if permuted.is_contiguous() else tensor
 

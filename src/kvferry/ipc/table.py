@@ -18,6 +18,7 @@ from kvferry.ipc.mappings import MappingTable as MappingTable
 from kvferry.ipc.mappings import Opened as Opened
 
 TOKEN_BYTES = 16
+_MAX_EXPORTS = 65_536
 
 
 class SegmentTable:
@@ -58,20 +59,35 @@ class ProcessTable:
     """
 
     def __init__(self) -> None:
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = new_token()
         self.mappings = MappingTable()
         self.segments = SegmentTable()
         self.exports: dict[bytes, LocalExport] = {}
+        self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._after_fork_in_child)
 
+    def add_export(self, handle: bytes, export: LocalExport) -> None:
+        """Remember what `handle` stands for here; of very many the oldest are forgotten."""
+        with self._lock:
+            self.exports.pop(handle, None)
+            self.exports[handle] = export
+            if len(self.exports) > _MAX_EXPORTS:
+                del self.exports[next(iter(self.exports))]
+
     def _after_fork_in_child(self) -> None:
-        self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.token = new_token()
         self.mappings = MappingTable()
         self.exports = {}
+        self._lock = threading.Lock()
         self.segments._lock = threading.Lock()
 
 
 _TABLE = ProcessTable()
+
+
+def new_token() -> bytes:
+    """Random bytes that name one thing, in all processes and for ever."""
+    return secrets.token_bytes(TOKEN_BYTES)
 
 
 def process_table() -> ProcessTable:
