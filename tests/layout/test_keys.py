@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.layout import KeyChain, KeyContext, chain_hashes, chunk_tokens_for, namespace
@@ -73,6 +73,7 @@ def test_whole_chunks_only(length: int) -> None:
     assert chain_hashes(np.arange(length), 256) == keys
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=200), st.integers(1, 40), st.data())
 def test_growing_gives_what_one_call_gives(tokens: list[int], chunk_tokens: int, data: st.DataObject) -> None:
     chain = KeyChain(chunk_tokens)
@@ -82,6 +83,7 @@ def test_growing_gives_what_one_call_gives(tokens: list[int], chunk_tokens: int,
     assert chain.hashes == chain_hashes(tokens, chunk_tokens)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=32, max_size=32), st.integers(0, 31))
 def test_a_changed_token_changes_its_chunk_and_all_after_it(tokens: list[int], place: int) -> None:
     before = chain_hashes(tokens, 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import LayoutError
@@ -46,6 +46,7 @@ def axes(draw: st.DrawFn) -> list[Axis]:
     return [Axis(*axis) for axis in zip(names, sizes, strides, strict=True)]
 
 
+@settings(deadline=None)
 @given(axes(), st.integers(1, 4), st.integers(0, 100))
 def test_planes_hold_exactly_the_bytes_of_each_block(axes: list[Axis], itemsize: int, offset: int) -> None:
     planes, _ = derive_planes(axes, storage=3, offset=offset, itemsize=itemsize)
@@ -61,6 +62,7 @@ def test_planes_hold_exactly_the_bytes_of_each_block(axes: list[Axis], itemsize:
     assert {plane.storage for plane in planes} == {3}
 
 
+@settings(deadline=None)
 @given(axes(), st.integers(1, 4))
 def test_derived_planes_validate_against_the_exact_size(axes: list[Axis], itemsize: int) -> None:
     planes, _ = derive_planes(axes, itemsize=itemsize)
@@ -80,6 +82,7 @@ small_planes = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(small_planes, st.integers(1, 4))
 def test_overlap_is_found_exactly(planes: list[Plane], num_blocks: int) -> None:
     places = [

@@ -1,0 +1,183 @@
+"""The CUDA copier over the double of the driver: every case against the oracle, cancelling, failing, cleaning up."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from copy_layouts import CASES, UNTOUCHED, Case, make_case
+from doubles import copy_kernel, fake_cuda
+from kvferry.copy import CudaCopier, Runs, oracle, plan_runs
+from kvferry.copy.oracle import Bytes
+from kvferry.cuda.device import bound
+from kvferry.errors import CopyCancelled, CudaError
+
+STAGING = 256 << 10
+
+
+@pytest.fixture
+def driver() -> Iterator[fake_cuda.FakeDriver]:
+    with fake_cuda.installed() as driver:
+        copy_kernel.install(driver)
+        yield driver
+
+
+@pytest.fixture
+def copier(driver: fake_cuda.FakeDriver) -> Iterator[CudaCopier]:
+    with CudaCopier(0, STAGING) as copier:
+        yield copier
+
+
+def flat_side(case: Case, shift: int = 0) -> tuple[Bytes, list[int]]:
+    memory = np.frombuffer(mmap.mmap(-1, case.num_chunks * (case.chunk_bytes + 16) + 64), dtype=np.uint8)
+    memory[:] = UNTOUCHED
+    start = memory.ctypes.data + shift
+    # Every other chunk follows its neighbour without a gap.
+    return memory, [start + index * case.chunk_bytes + index // 2 * 16 for index in range(case.num_chunks)]
+
+
+def planned(case: Case, storages: list[Bytes], flats: list[int], skip: int = 0) -> Runs:
+    return plan_runs(case.layout, [storage.ctypes.data for storage in storages], case.ids, flats, skip)
+
+
+def chunks_in(memory: Bytes, case: Case, flats: list[int]) -> list[Bytes]:
+    return [memory[flat - memory.ctypes.data :][: case.chunk_bytes] for flat in flats]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gather(copier: CudaCopier, name: str) -> None:
+    case = CASES[name]
+    storages = case.random_storages(3)
+    memory, flats = flat_side(case, 1)
+    copier.gather(planned(case, storages, flats))
+    expected = oracle.gather(case.layout, storages, case.ids, num_chunks=case.num_chunks)
+    for found, chunk in zip(chunks_in(memory, case, flats), expected, strict=True):
+        assert np.array_equal(found, chunk)
+    assert memory[0] == memory[-1] == UNTOUCHED
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_scatter(copier: CudaCopier, name: str) -> None:
+    case = CASES[name]
+    skip = len(case.ids) // 3
+    chunks = case.random_chunks(4)
+    memory, flats = flat_side(case)
+    for place, chunk in zip(chunks_in(memory, case, flats), chunks, strict=True):
+        place[:] = chunk
+    found = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.storage_bytes]
+    expected = [storage.copy() for storage in found]
+    copier.scatter(planned(case, found, flats, skip))
+    oracle.scatter(case.layout, expected, case.ids, chunks, skip)
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one, other)
+
+
+BIG = make_case([64 << 10], num_blocks=48, per_chunk=2, num_chunks=24)
+
+
+def test_both_halves_take_many_turns(driver: fake_cuda.FakeDriver, copier: CudaCopier) -> None:
+    """3 MiB through two halves of 128 KiB; the table of a half is never written before its kernel has read it."""
+    storages = BIG.random_storages(5)
+    memory, flats = flat_side(BIG)
+    copier.warm()
+    before = driver.fake.calls["cuLaunchKernel"]
+    copier.gather(planned(BIG, storages, flats))
+    assert driver.fake.calls["cuLaunchKernel"] - before == 24
+    expected = oracle.gather(BIG.layout, storages, BIG.ids, num_chunks=BIG.num_chunks)
+    for found, chunk in zip(chunks_in(memory, BIG, flats), expected, strict=True):
+        assert np.array_equal(found, chunk)
+
+
+def test_cancel_waits_for_what_was_launched(driver: fake_cuda.FakeDriver, copier: CudaCopier) -> None:
+    storages = BIG.random_storages(6)
+    memory, flats = flat_side(BIG)
+    runs = planned(BIG, storages, flats)
+    answers = iter([False] * 5 + [True])
+    with pytest.raises(CopyCancelled, match="after 655360 bytes"):
+        copier.gather(runs, lambda: next(answers))
+    assert idle(driver)
+    expected = oracle.gather(BIG.layout, storages, BIG.ids, num_chunks=BIG.num_chunks)
+    found = chunks_in(memory, BIG, flats)
+    assert all(np.array_equal(found[index], expected[index]) for index in range(5))
+    assert np.all(found[5] == UNTOUCHED)
+    copier.gather(runs)
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord"])
+@pytest.mark.parametrize("gather", [True, False])
+def test_a_failing_call_leaves_nothing_in_flight(driver: fake_cuda.FakeDriver, call: str, gather: bool) -> None:
+    storages = BIG.random_storages(7)
+    memory, flats = flat_side(BIG)
+    with CudaCopier(0, STAGING) as copier:
+        copier.warm()
+        driver.fake.failures[call] = [0, 0, 0, 700]
+        with pytest.raises(CudaError, match=call):
+            (copier.gather if gather else copier.scatter)(planned(BIG, storages, flats))
+        assert idle(driver)
+        copier.gather(planned(BIG, storages, flats))
+        assert memory[-1] == UNTOUCHED
+
+
+def test_everything_is_given_back(driver: fake_cuda.FakeDriver) -> None:
+    with bound(0) as drv:
+        free, _ = drv.mem_get_info()
+    copier = CudaCopier(0, STAGING)
+    copier.warm()
+    with bound(0) as drv:
+        assert free - drv.mem_get_info()[0] == STAGING
+    copier.close()
+    copier.close()
+    with bound(0) as drv:
+        assert drv.mem_get_info()[0] == free
+    assert driver.fake.calls["cuMemHostRegister_v2"] == driver.fake.calls["cuMemHostUnregister"] == 2
+    assert driver.fake.calls["cuStreamDestroy_v2"] == driver.fake.calls["cuEventDestroy_v2"] == 2
+    assert driver.fake.calls["cuModuleUnload"] == 1
+
+
+@pytest.mark.parametrize("call", ["cuMemAlloc_v2", "cuMemHostRegister_v2", "cuEventCreate", "cuModuleGetFunction"])
+def test_failing_to_prepare_gives_everything_back(driver: fake_cuda.FakeDriver, call: str) -> None:
+    with bound(0) as drv:
+        free, _ = drv.mem_get_info()
+    driver.fake.failures[call] = [0, 2] if call != "cuModuleGetFunction" else [2]
+    copier = CudaCopier(0, STAGING)
+    with pytest.raises(CudaError, match=call):
+        copier.warm()
+    with bound(0) as drv:
+        assert drv.mem_get_info()[0] == free
+    assert driver.fake.calls["cuModuleUnload"] == 1
+    copier.warm()
+    copier.close()
+
+
+def test_works_in_a_thread_without_a_context(copier: CudaCopier) -> None:
+    case = CASES["pages_dense"]
+    storages = case.random_storages(8)
+    memory, flats = flat_side(case)
+    thread = threading.Thread(target=copier.gather, args=(planned(case, storages, flats),))
+    thread.start()
+    thread.join(timeout=30)
+    expected = oracle.gather(case.layout, storages, case.ids, num_chunks=case.num_chunks)
+    assert all(np.array_equal(*pair) for pair in zip(chunks_in(memory, case, flats), expected, strict=True))
+
+
+def test_forgotten_copier_warns(driver: fake_cuda.FakeDriver) -> None:
+    copier = CudaCopier(0, STAGING)
+    copier.warm()
+    with pytest.warns(ResourceWarning, match="CudaCopier on device 0"):
+        copier.__del__()
+    copier.close()
+
+
+@pytest.mark.parametrize(("staging", "ctas"), [(1, 32), (1 << 30, 32), (STAGING, 0)])
+def test_sizes_out_of_range(staging: int, ctas: int) -> None:
+    with pytest.raises(ValueError, match="staging of"):
+        CudaCopier(0, staging, max_ctas=ctas)
+
+
+def idle(driver: fake_cuda.FakeDriver) -> bool:
+    return all(stream.idle() for stream in driver.fake._streams.values())
