@@ -51,6 +51,11 @@ class LocalExport(NamedTuple):
     device: int
 
 
+def new_token() -> bytes:
+    """Random bytes that name one thing, in all processes and for ever."""
+    return secrets.token_bytes(TOKEN_BYTES)
+
+
 class ProcessTable:
     """Who this process is (`token`), what it maps (`mappings`), and what of its own it can share or has shared.
 
@@ -83,11 +88,6 @@ class ProcessTable:
 
 
 _TABLE = ProcessTable()
-
-
-def new_token() -> bytes:
-    """Random bytes that name one thing, in all processes and for ever."""
-    return secrets.token_bytes(TOKEN_BYTES)
 
 
 def process_table() -> ProcessTable:
