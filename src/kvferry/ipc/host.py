@@ -55,8 +55,8 @@ class HostDescriptor(WrapperDescriptor, frozen=True, kw_only=True, tag="host"):
             raise ValueError(f"shape {self.shape}, stride {self.stride} is not a dense run of {self.nbytes} bytes")
         if not 0 <= self.offset <= self.offset + self.nbytes <= self.file_size < MAX_BYTES:
             raise ValueError(f"bytes {self.offset} to {self.offset + self.nbytes} of a file of {self.file_size}")
-        if min(self.file_device, self.inode) < 0:
-            raise ValueError("negative file identity")
+        if self.offset % self.itemsize or min(self.file_device, self.inode) < 0:
+            raise ValueError(f"offset {self.offset} is not aligned to {self.dtype}, or the file's identity is negative")
 
 
 class HostIPCWrapper(DeviceIPCWrapper):

@@ -134,10 +134,10 @@ class Segment:
         """Let this process resolve the segment's descriptor to the local memory, while the segment lives."""
         if self.closed:
             raise ShareError("the segment is closed: its memory can no longer be exported")
-        exports, handle = process_table().exports, self.identity.handle
-        if handle not in exports:
-            exports[handle] = LocalExport(self.identity.inode, self.address, self.nbytes, HOST_DEVICE)
-            weakref.finalize(self, exports.pop, handle, None).atexit = False
+        table, handle = process_table(), self.identity.handle
+        if handle not in table.exports:
+            table.add_export(handle, LocalExport(self.identity.inode, self.address, self.nbytes, HOST_DEVICE))
+            weakref.finalize(self, table.exports.pop, handle, None).atexit = False
 
     @property
     def closed(self) -> bool:

@@ -20,6 +20,9 @@ import msgspec
 from kvferry.errors import WireError
 from kvferry.ipc.descriptor import WrapperDescriptor
 from kvferry.ipc.host import HostIPCWrapper
+from kvferry.ipc.raw import RawCudaIPCWrapper
+from kvferry.ipc.torch_storage import CudaIPCWrapper
+from kvferry.ipc.vmm import VmmCudaIPCWrapper
 from kvferry.ipc.wrapper import DeviceIPCWrapper
 
 VERSION = 1
@@ -28,7 +31,12 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_WRAPPERS = 65_536
 
 # The closed registry: the kinds of wrapper that bytes from a peer can become.
-WRAPPER_TYPES: tuple[type[DeviceIPCWrapper], ...] = (HostIPCWrapper,)
+WRAPPER_TYPES: tuple[type[DeviceIPCWrapper], ...] = (
+    CudaIPCWrapper,
+    RawCudaIPCWrapper,
+    VmmCudaIPCWrapper,
+    HostIPCWrapper,
+)
 
 _BY_DESCRIPTOR: Mapping[type[WrapperDescriptor], type[DeviceIPCWrapper]] = MappingProxyType(
     {kind.descriptor_type: kind for kind in WRAPPER_TYPES}

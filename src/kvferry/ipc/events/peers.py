@@ -1,0 +1,114 @@
+"""The waiting ends: on the host, by CUDA events, by timeline semaphores."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from kvferry.cuda.device import device_uuid
+from kvferry.cuda.stream import Event, wait_value64
+from kvferry.errors import ShareError
+from kvferry.ipc.events.base import PeerEvents
+from kvferry.ipc.events.descriptor import VERSION, EventsDescriptor
+from kvferry.ipc.events.pages import HostPage, Page
+from kvferry.ipc.table import process_table
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvferry.ipc.events.tickets import Ticket
+
+
+class HostPeerEvents(PeerEvents):
+    """A page of values that the other process writes from its host side."""
+
+    def __init__(self, page: HostPage) -> None:
+        super().__init__(page.slots)
+        self._page = page
+
+    def _reached(self, ticket: Ticket) -> bool:
+        return self._page.read(ticket.slot) >= ticket.value
+
+    def _close(self) -> None:
+        self._page.close()
+
+
+class CudaPeerEvents(PeerEvents):
+    """CUDA events of another process. They are polled only: a stream that waited for one could hang for ever."""
+
+    def __init__(self, handles: Sequence[bytes], device: int) -> None:
+        super().__init__(len(handles))
+        self._latest = [0] * len(handles)  # the newest ticket seen in each slot
+        with contextlib.ExitStack() as undo:
+            self._events = [undo.enter_context(Event.from_ipc_handle(handle, device)) for handle in handles]
+            self._owned = undo.pop_all()
+
+    def _reached(self, ticket: Ticket) -> bool:
+        if ticket.value < self._latest[ticket.slot]:
+            return True  # the slot was used again, which the recorder does only after this one was reached
+        self._latest[ticket.slot] = ticket.value
+        return self._events[ticket.slot].query()
+
+    def _close(self) -> None:
+        self._owned.close()
+
+
+class SemaphorePeerEvents(PeerEvents):
+    """A page of values that the other process's streams write.
+
+    Streams of this process may wait for a value where this process can store it too, whatever becomes of the other: in
+    shared host memory, or in device memory of its own.
+    """
+
+    def __init__(self, page: Page, device: int | None, *, owns_page: bool) -> None:
+        super().__init__(page.slots)
+        self._page = page
+        self._device = device
+        self._owns_page = owns_page
+        self._awaited: dict[int, int] = {}  # slot -> the newest value that a stream of ours waits for
+
+    @property
+    def descriptor(self) -> EventsDescriptor:
+        """What the recording process opens with `open_event_ring`, when this process owns the page."""
+        if not self._owns_page or self._device is None:
+            raise ShareError("the process that records made these events, and has them already")
+        return EventsDescriptor(
+            kvferry_events=VERSION,
+            backend="semaphore",
+            memory_of="waiter",
+            exporter=process_table().token,
+            device_uuid=device_uuid(self._device),
+            slots=self.slots,
+            page=[self._page.wrapper],
+        )
+
+    def _reached(self, ticket: Ticket) -> bool:
+        return self._page.read(ticket.slot) >= ticket.value
+
+    def wait_on_stream(self, ticket: Ticket, stream: int | None = None) -> None:
+        self._check(ticket)
+        if not (self._owns_page or isinstance(self._page, HostPage)) or self._device is None:
+            super().wait_on_stream(ticket, stream)
+            return
+        address = self._page.device_address(ticket.slot, self._device)
+        with self._lock:
+            self._awaited[ticket.slot] = max(ticket.value, self._awaited.get(ticket.slot, 0))
+        wait_value64(stream or 0, address, ticket.value, device=self._device)
+        if self._ended:  # abandoned in between, perhaps before the value was noted
+            self._let_go()
+            self._check(ticket)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Store every value that a stream of ours waits for, unless it is there."""
+        with self._lock:
+            awaited, self._awaited = self._awaited, {}
+        for slot, value in awaited.items():
+            if self._page.read(slot) < value:
+                self._page.write(slot, value)
+
+    def _close(self) -> None:
+        self._page.close()
