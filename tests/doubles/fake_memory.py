@@ -65,7 +65,7 @@ def pack_handle(kind: bytes, fd: int, number: int, size: int) -> bytes:
 def open_handle(kind: bytes, packed: bytes) -> tuple[int, int]:
     """The file that a handle of another process names, opened here, and its size."""
     found, pid, fd, _, size, inode = _HANDLE.unpack_from(packed)
-    if found != kind:
+    if found.rstrip(b"\0") != kind:
         raise Refused(INVALID_VALUE)
     if pid == os.getpid():
         raise Refused(INVALID_CONTEXT)
