@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvferry.copy import HostCopier, plan_runs
+from kvferry.copy import HostCopier, plan_batches
 from kvferry.layout import KVLayout, Plane
 
 BLOCKS_PER_CHUNK = 4
@@ -61,8 +61,8 @@ def measure(nbytes: int, block_bytes: int, rounds: int) -> list[dict[str, object
     copier = HostCopier()
     calls: dict[str, Callable[[], object]] = {
         "memcpy": lambda: ctypes.memmove(flat.address, paged.address, nbytes),
-        "gather": lambda: copier.gather(plan_runs(layout, [paged.address], ids, chunks)),
-        "scatter": lambda: copier.scatter(plan_runs(layout, [paged.address], ids, chunks)),
+        "gather": lambda: copier.gather(plan_batches(layout, [paged.address], ids, chunks)),
+        "scatter": lambda: copier.scatter(plan_batches(layout, [paged.address], ids, chunks)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

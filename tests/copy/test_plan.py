@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from copy_layouts import CASES, UNTOUCHED, Case, layout_of, make_case
-from kvferry.copy import oracle, plan_runs
+from kvferry.copy import oracle, plan_batches, plan_runs
 from kvferry.copy.oracle import Bytes
 from kvferry.copy.plan import Runs, split_runs
 from kvferry.copy.steps import PIECE_BYTES, cut_steps
@@ -72,6 +72,20 @@ def test_runs_are_ordered_by_flat_and_joined() -> None:
     assert runs.nbytes.tolist() == [16, 16, 16, 16, 8, 8, 8, 8]
     whole = plan_runs(layout_of([Plane(0, 0, 8, 8)], 100), [0], list(range(100)), [5000 + 80 * at for at in range(10)])
     assert [column.tolist() for column in whole] == [[0], [5000], [800]]
+
+
+@pytest.mark.parametrize("skip", [0, 5])
+def test_batches_are_the_whole_plan_in_parts(skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["pages_padded"]
+    _, bases, flats = arranged(case, 0)
+    whole = plan_runs(case.layout, bases, case.ids, flats, skip)
+    monkeypatch.setattr("kvferry.copy.plan._BATCH_BYTES", 3 * case.chunk_bytes)
+    batches = list(plan_batches(case.layout, bases, case.ids, flats, skip))
+    assert len(batches) == -(-case.num_chunks // 3)
+    for column, parts in zip(whole, zip(*batches, strict=True), strict=True):
+        assert np.array_equal(column, np.concatenate(parts))
+    with pytest.raises(BlockIdError):
+        plan_batches(case.layout, bases, [*case.ids[:-1], -1], flats)
 
 
 def test_nothing_to_copy() -> None:
@@ -149,8 +163,10 @@ def test_steps_hold_every_byte_in_order(
     flat = np.cumsum(nbytes + gaps) - nbytes
     paged = np.cumsum(nbytes) * 2
     max_pieces = spare + -(-buffer_bytes // PIECE_BYTES)
+    whole = Runs(paged, flat, nbytes)
+    batches = [Runs(*(column[at : at + 9] for column in whole)) for at in range(0, len(sizes), 9)]
     moved: list[tuple[int, int]] = []
-    for step in cut_steps(Runs(paged, flat, nbytes), buffer_bytes=buffer_bytes, max_pieces=max_pieces, growing=growing):
+    for step in cut_steps(batches, buffer_bytes=buffer_bytes, max_pieces=max_pieces, growing=growing):
         assert 0 < len(step.staged) <= max_pieces
         assert int(step.pieces.nbytes.sum()) <= buffer_bytes
         at: dict[int, int] = {}

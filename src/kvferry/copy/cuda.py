@@ -6,8 +6,7 @@ import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
-from kvferry.copy.copier import Cancelled, check_cancelled
-from kvferry.copy.plan import Runs
+from kvferry.copy.copier import Cancelled, Work, batches_of, check_cancelled
 from kvferry.copy.staging import MAX_PIECES, StagingHalf
 from kvferry.copy.steps import cut_steps
 from kvferry.cuda.device import bound
@@ -40,11 +39,11 @@ class CudaCopier:
         self._halves: tuple[StagingHalf, ...] = ()
         self._undo = ExitStack()
 
-    def gather(self, runs: Runs, cancelled: Cancelled | None = None) -> None:
+    def gather(self, runs: Work, cancelled: Cancelled | None = None) -> None:
         """Copy from the paged side to the flat side."""
         self._copy(runs, cancelled, gather=True)
 
-    def scatter(self, runs: Runs, cancelled: Cancelled | None = None) -> None:
+    def scatter(self, runs: Work, cancelled: Cancelled | None = None) -> None:
         """Copy from the flat side to the paged side."""
         self._copy(runs, cancelled, gather=False)
 
@@ -70,9 +69,9 @@ class CudaCopier:
     def __repr__(self) -> str:
         return f"<CudaCopier on device {self.device}, {'ready' if self._halves else 'closed'}>"
 
-    def _copy(self, runs: Runs, cancelled: Cancelled | None, *, gather: bool) -> None:
+    def _copy(self, runs: Work, cancelled: Cancelled | None, *, gather: bool) -> None:
         kernel = self._ready()
-        steps = cut_steps(runs, buffer_bytes=self._half_bytes, max_pieces=MAX_PIECES, growing=gather)
+        steps = cut_steps(batches_of(runs), buffer_bytes=self._half_bytes, max_pieces=MAX_PIECES, growing=gather)
         done = 0
         # The context stays current throughout, so that the calls inside need not look for it.
         with bound(self.device), ExitStack() as drained:

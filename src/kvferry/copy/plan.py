@@ -5,7 +5,7 @@ A flat chunk holds its blocks plane by plane: all blocks of the chunk of plane 0
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -16,6 +16,7 @@ from kvferry.layout import KVLayout
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 Integers: TypeAlias = Sequence[int] | Int64s
+_BATCH_BYTES = 64 << 20
 
 
 class Runs(NamedTuple):
@@ -36,24 +37,63 @@ def plan_runs(
 
     Raises BlockIdError for ids outside the cache, used twice, or not the same number for each chunk.
     """
-    ids = _checked_ids(layout.num_blocks, block_ids, len(flat_addresses), skip_blocks)
-    planes = np.array([(p.storage, p.offset, p.stride, p.length) for p in layout.planes], dtype=np.int64)
-    storages, offsets, strides, lengths = planes.T
-    per_chunk = ids.shape[1]
-    flats = np.asarray(flat_addresses, dtype=np.int64)
-    order = np.argsort(flats, kind="stable")
-    flats = flats[order]
-    _check_apart(flats, per_chunk * int(lengths.sum()))
-    starts = np.asarray(bases, dtype=np.int64)[storages] + offsets
-    paged = ids[order][:, None, :] * strides[None, :, None] + starts[None, :, None]
-    within = (per_chunk * (np.cumsum(lengths) - lengths))[:, None] + np.arange(per_chunk) * lengths[:, None]
-    flat = flats[:, None, None] + within[None]
-    nbytes = np.broadcast_to(lengths[None, :, None], paged.shape)
-    if skip_blocks:
-        position = order[:, None] * per_chunk + np.arange(per_chunk)
-        kept = np.broadcast_to((position >= skip_blocks)[:, None, :], paged.shape)
+    plan = _Plan.of(layout, bases, block_ids, flat_addresses, skip_blocks)
+    return plan.runs(0, len(plan.flats))
+
+
+def plan_batches(
+    layout: KVLayout, bases: Integers, block_ids: Integers, flat_addresses: Integers, skip_blocks: int = 0
+) -> Iterator[Runs]:
+    """The same as `plan_runs` in batches of about 64 MiB, each worked out when it is asked for.
+
+    So a copier that is given them begins at once, and plans while it copies. What is refused is refused at the call.
+    """
+    plan = _Plan.of(layout, bases, block_ids, flat_addresses, skip_blocks)
+    step = max(1, _BATCH_BYTES // max(1, plan.chunk_bytes))
+    return (plan.runs(start, start + step) for start in range(0, len(plan.flats), step))
+
+
+class _Plan(NamedTuple):
+    """A checked request, its chunks in the order of their flat addresses."""
+
+    planes: Int64s  # [4, planes]: address of block 0, stride, length, place in a flat chunk
+    ids: Int64s  # [chunks, blocks a chunk]
+    kept: npt.NDArray[np.bool_] | None  # the same shape, where some blocks are skipped
+    flats: Int64s  # [chunks]
+
+    @classmethod
+    def of(
+        cls, layout: KVLayout, bases: Integers, block_ids: Integers, flat_addresses: Integers, skip_blocks: int
+    ) -> _Plan:
+        flats = np.asarray(flat_addresses, dtype=np.int64)
+        ids = _checked_ids(layout.num_blocks, block_ids, len(flats), skip_blocks)
+        rows = np.array([(p.storage, p.offset, p.stride, p.length) for p in layout.planes], dtype=np.int64)
+        storages, offsets, strides, lengths = rows.T
+        places = ids.shape[1] * (np.cumsum(lengths) - lengths)
+        planes = np.stack((np.asarray(bases, dtype=np.int64)[storages] + offsets, strides, lengths, places))
+        order = np.argsort(flats, kind="stable")
+        kept = (np.arange(ids.size) >= skip_blocks).reshape(ids.shape)[order] if skip_blocks else None
+        plan = cls(planes, ids[order], kept, flats[order])
+        _check_apart(plan.flats, plan.chunk_bytes)
+        return plan
+
+    @property
+    def chunk_bytes(self) -> int:
+        per_chunk: int = self.ids.shape[1]
+        return per_chunk * int(self.planes[2].sum())
+
+    def runs(self, start: int, stop: int) -> Runs:
+        """Those of the chunks `start` to `stop`."""
+        addresses, strides, lengths, places = self.planes
+        ids, flats = self.ids[start:stop], self.flats[start:stop]
+        # As [chunks, blocks, planes] first, so that the long axis is the inner one; then to [chunks, planes, blocks].
+        paged = (ids[:, :, None] * strides + addresses).transpose(0, 2, 1)
+        flat = flats[:, None, None] + (places[:, None] + np.arange(ids.shape[1]) * lengths[:, None])
+        nbytes = np.broadcast_to(lengths[:, None], paged.shape)
+        if self.kept is None:
+            return _joined(paged.ravel(), flat.ravel(), nbytes.ravel())
+        kept = np.broadcast_to(self.kept[start:stop, None, :], paged.shape)
         return _joined(paged[kept], flat[kept], nbytes[kept])
-    return _joined(paged.ravel(), flat.ravel(), nbytes.ravel())
 
 
 def split_runs(runs: Runs, limit: int) -> Runs:
@@ -93,10 +133,10 @@ def _check_apart(flats: Int64s, chunk_bytes: int) -> None:
 
 
 def _joined(paged: Int64s, flat: Int64s, nbytes: Int64s) -> Runs:
-    if not len(flat):
-        return Runs(paged, flat, nbytes.copy())
     touch = (paged[1:] == paged[:-1] + nbytes[:-1]) & (flat[1:] == flat[:-1] + nbytes[:-1])
     if not touch.any():
-        return Runs(paged, flat, np.ascontiguousarray(nbytes))
-    heads = np.concatenate(([0], np.flatnonzero(~touch) + 1))
-    return Runs(paged[heads], flat[heads], np.add.reduceat(nbytes, heads))
+        return Runs(paged, flat, nbytes)
+    first = np.append(True, ~touch)
+    last = np.append(~touch, True)
+    flat_starts = flat[first]
+    return Runs(paged[first], flat_starts, flat[last] + nbytes[last] - flat_starts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -25,29 +25,44 @@ class Step(NamedTuple):
     ranges: list[tuple[int, int, int]]
 
 
-def cut_steps(runs: Runs, *, buffer_bytes: int, max_pieces: int, growing: bool) -> Iterator[Step]:
-    """The steps of `runs`, in order.
+def cut_steps(batches: Iterable[Runs], *, buffer_bytes: int, max_pieces: int, growing: bool) -> Iterator[Step]:
+    """The steps of the runs, in order; a batch is asked for when, or just before, its first step is.
 
     Steps begin small and grow, or (not `growing`) shrink towards the end: nothing overlaps with the kernel of a
     gather's first step, or of a scatter's last.
     """
-    ends = np.cumsum(runs.nbytes)
-    starts = ends - runs.nbytes
-    total = int(ends[-1]) if len(ends) else 0
     # Cutting long runs into pieces adds at most one piece for every PIECE_BYTES.
     max_runs = max_pieces - -(-buffer_bytes // PIECE_BYTES)
     assert max_runs > 0, "the table of pieces is too small for the buffer"
-    done = 0
-    while done < total:
-        wanted = done if growing else (total - done) // 2 // PIECE_BYTES * PIECE_BYTES
-        stop = done + min(buffer_bytes, max(_FIRST_STEP_BYTES, wanted), total - done)
-        first = int(np.searchsorted(ends, done, side="right"))
-        last = int(np.searchsorted(starts, stop, side="left"))
-        if last - first > max_runs:
-            last = first + max_runs
-            stop = int(ends[last - 1])
-        yield _step(Runs(*(column[first:last] for column in runs)), done - int(starts[first]), stop - done)
-        done = stop
+    copied = 0
+    for runs, last in ((runs, False) for runs in batches) if growing else _marked(batches):
+        ends = np.cumsum(runs.nbytes)
+        starts = ends - runs.nbytes
+        total = int(ends[-1]) if len(ends) else 0
+        done = 0
+        while done < total:
+            wanted = copied if growing else (total - done) // 2 // PIECE_BYTES * PIECE_BYTES if last else buffer_bytes
+            stop = done + min(buffer_bytes, max(_FIRST_STEP_BYTES, wanted), total - done)
+            start_run = int(np.searchsorted(ends, done, side="right"))
+            stop_run = int(np.searchsorted(starts, stop, side="left"))
+            if stop_run - start_run > max_runs:
+                stop_run = start_run + max_runs
+                stop = int(ends[stop_run - 1])
+            part = Runs(*(column[start_run:stop_run] for column in runs))
+            yield _step(part, done - int(starts[start_run]), stop - done)
+            copied += stop - done
+            done = stop
+
+
+def _marked(batches: Iterable[Runs]) -> Iterator[tuple[Runs, bool]]:
+    """Each batch, and whether it is the last."""
+    held: Runs | None = None
+    for runs in batches:
+        if held is not None:
+            yield held, False
+        held = runs
+    if held is not None:
+        yield held, True
 
 
 def _step(runs: Runs, skipped: int, nbytes: int) -> Step:
