@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.errors import DeadlineError, ProtocolError
+from kvferry.ipc.events import Ticket
 from kvferry.protocol.framing import (
     MAX_FRAME_BYTES,
     Frame,
@@ -30,7 +31,7 @@ EXAMPLES: list[Message] = [
     Hello(1, 1, "test"),
     Ping(7),
     Lookup(1, "request", b"k" * 64),
-    Store(2, b"k" * 32, 0, b"\0" * 16, (3, 4), 1.5),
+    Store(2, b"k" * 32, 0, b"\0" * 16, Ticket(3, 4), 1.5),
     Retrieve(3, 99, b"\0" * 16),
 ]
 
@@ -39,6 +40,8 @@ EXAMPLES: list[Message] = [
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     left, right = socket.socketpair()
     with left, right:
+        left.setblocking(False)
+        right.setblocking(False)
         yield left, right
 
 
@@ -171,7 +174,7 @@ def test_too_many_descriptors_are_refused(pair: tuple[socket.socket, socket.sock
     before = count_fds()
     fd = os.memfd_create("x")
     send_within(left, encode_frame(Ping(1)), time.monotonic() + 5, [fd] * 200)
-    with pytest.raises(ProtocolError, match="more than 128"):
+    with pytest.raises(ProtocolError, match="more than the 128"):
         receive(right)
     os.close(fd)
     assert count_fds() == before

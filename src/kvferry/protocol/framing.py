@@ -6,7 +6,6 @@ carried descriptors, so those that a read yields belong to the last frame that b
 
 from __future__ import annotations
 
-import array
 import contextlib
 import os
 import select
@@ -19,13 +18,13 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from kvferry.errors import DeadlineError, ProtocolError
+from kvferry.errors import DeadlineError, ProtocolError, WireError
+from kvferry.ipc.fds import recv_fds, send_fds
 from kvferry.protocol.messages import MAX_FDS_A_BATCH, FdBatch, Message, Reply, Request
 
 MAX_FRAME_BYTES = 16 << 20
 READ_BYTES = 256 << 10
 _LENGTH = struct.Struct("<I")
-_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_A_BATCH * array.array("i").itemsize)
 
 _M = TypeVar("_M")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -128,33 +127,26 @@ def reply_reader() -> FrameReader[Reply]:
 
 
 def receive(sock: socket.socket, nbytes: int = READ_BYTES) -> tuple[bytes, list[int]]:
-    """One read that does not block: bytes (none at the end of the stream) and descriptors, which the caller owns.
+    """One read: bytes (none at the end of the stream) and descriptors, which the caller owns.
 
-    Raises BlockingIOError where there is nothing to read, ProtocolError where descriptors had to be dropped.
+    Raises BlockingIOError where a non-blocking socket has nothing, ProtocolError where descriptors were lost.
     """
-    data, ancillary, flags, _ = sock.recvmsg(nbytes, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
-    fds = array.array("i")
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-    if flags & socket.MSG_CTRUNC:
-        for fd in fds:
-            os.close(fd)
-        raise ProtocolError(f"more than {MAX_FDS_A_BATCH} file descriptors in one message, or no room to open them")
-    return data, list(fds)
+    try:
+        return recv_fds(sock, nbytes, MAX_FDS_A_BATCH)
+    except WireError as error:
+        raise ProtocolError(str(error)) from None
 
 
 def send_within(sock: socket.socket, data: bytes, deadline: float, fds: Sequence[int] = ()) -> None:
-    """Send all of `data`, with `fds` at its first byte, before `deadline` (by `time.monotonic`).
+    """Send all of `data` on a non-blocking socket, with `fds` at its first byte, before `deadline` (`time.monotonic`).
 
     The descriptors stay the caller's. Raises DeadlineError; the stream is then broken in mid-frame and of no use.
     """
     view = memoryview(data)
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     while view:
         with contextlib.suppress(BlockingIOError):
-            view = view[sock.sendmsg([view], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) :]
-            rights = []
+            view = view[send_fds(sock, view, fds) :]
+            fds = ()
             continue
         left = deadline - time.monotonic()
         if left <= 0:

@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvferry.ipc.events import Ticket
 from kvferry.layout import KVLayout
 
 PROTOCOL_VERSION = 1
@@ -28,7 +29,6 @@ Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Keys = Annotated[bytes, Meta(max_length=8 << 20)]
 BlockIds = Annotated[bytes, Meta(max_length=8 << 20)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
-Ticket = tuple[Count, Seq]
 
 
 def _tag(name: str) -> str:
@@ -183,7 +183,10 @@ class Stored(Message, frozen=True):
 
 
 class Retrieve(Message, frozen=True):
-    """Write this rank's share of a lease into `block_ids`, which cover all of it, but for the first `skip_blocks`."""
+    """Write this rank's share of a lease into `block_ids`, which cover all of it, but for the first `skip_blocks`.
+
+    Blocks beyond the share are left alone.
+    """
 
     seq: Seq
     lease_id: Seq

@@ -1,0 +1,67 @@
+"""Connecting to a cache server: socket, greeting, and a handle on the server's process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+
+from kvferry.errors import DeadlineError, ProtocolError, RequestError, ServerGoneError
+from kvferry.protocol.framing import encode_frame, receive, reply_reader, send_within
+from kvferry.protocol.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
+
+SO_PEERPIDFD = 77  # Linux 6.5; the number is the kernel's
+
+
+def connect(path: str, timeout_s: float) -> socket.socket:
+    """A connected, non-blocking socket. Raises ServerGoneError where no server answers."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(path)
+    except OSError as error:
+        sock.close()
+        raise ServerGoneError(
+            f"no server answers at {path}: {error}; start one with `kvferry serve`, or check the path"
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def greet(sock: socket.socket, timeout_s: float) -> bytes:
+    """Say hello; the server's incarnation."""
+    deadline = time.monotonic() + timeout_s
+    reader = reply_reader()
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    try:
+        with contextlib.suppress(ConnectionError):  # a server that refuses may have closed already; its reason is read
+            send_within(sock, encode_frame(Hello(PROTOCOL_VERSION, OLDEST_VERSION, f"pid {os.getpid()}")), deadline)
+        while (frame := reader.next_frame()) is None:
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise DeadlineError(f"the server did not answer the greeting within {timeout_s:g} s")
+            data, fds = receive(sock)
+            if not data:
+                raise ServerGoneError("the server hung up on the greeting")
+            reader.feed(data, fds)
+    except ConnectionError as error:
+        raise ServerGoneError(f"the server hung up on the greeting: {error}") from error
+    finally:
+        reader.close()
+    if isinstance(frame.message, Error):
+        raise RequestError(frame.message.code, frame.message.text)
+    if not isinstance(frame.message, Welcome):
+        raise ProtocolError(f"the server answered the greeting with {type(frame.message).__name__}")
+    return frame.message.incarnation
+
+
+def server_pidfd(sock: socket.socket) -> int | None:
+    """A descriptor that tells when the server's process has ended; None where this kernel or namespace has none."""
+    with contextlib.suppress(OSError):
+        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    pid = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], "little", signed=True)
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(pid) if pid > 0 else None
+    return None

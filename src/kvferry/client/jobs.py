@@ -1,0 +1,156 @@
+"""Jobs: stores and retrieves that the server works on while the engine goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.client.link import Answer, Link
+from kvferry.client.registration import Registration
+from kvferry.errors import BlockIdError, DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
+from kvferry.ipc.events import Ticket
+from kvferry.protocol.messages import Cancel, Error, Message, Retrieved, Stored
+
+
+class StoreResult(msgspec.Struct, frozen=True):
+    """What became of a store's whole chunks: written now, there already, skipped because the server has no room."""
+
+    num_stored: int
+    num_present: int
+    num_skipped: int
+
+
+class RetrieveResult(msgspec.Struct, frozen=True):
+    """All bytes of so many chunks are in the blocks."""
+
+    num_chunks: int
+
+
+_T = TypeVar("_T", StoreResult, RetrieveResult)
+
+
+class Job(Generic[_T]):
+    """One store or retrieve. Thread-safe.
+
+    Once it is done the server neither reads nor writes its blocks any more, whether it went well or not.
+    """
+
+    def __init__(self, block_ids: Sequence[int], *, writes: bool = False) -> None:
+        self.writes = writes  # into the engine's blocks
+        self._block_ids = tuple(block_ids)
+        self._ask_to_stop: Callable[[], None] | None = None
+        self._done = threading.Event()
+        self._result: _T | None = None
+        self._error: KVFerryError | None = None
+        self._failed: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        state = "going on" if not self.done() else f"failed: {self._error}" if self._error else "done"
+        return f"<Job over {len(self._block_ids)} blocks, {state}>"
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._done.is_set()
+
+    @property
+    def error(self) -> KVFerryError | None:
+        """Why it failed; None while it is going on, and where it went well."""
+        return self._error
+
+    @property
+    def failed_block_ids(self) -> tuple[int, ...]:
+        """The blocks that a failed retrieve has not filled; what they hold must not be used."""
+        return self._failed
+
+    def wait(self, timeout_s: float = 60.0) -> _T:
+        """Block until it has ended; its result.
+
+        Raises its `error` where it failed. Raises DeadlineError where it is still going on after `timeout_s`: it is not
+        stopped then, and bytes may still move; `cancel` stops it.
+        """
+        if not self._done.wait(timeout_s):
+            raise DeadlineError(f"the job is still going on after {timeout_s:g} s; cancel() stops it")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def cancel(self, timeout_s: float = 10.0) -> bool:
+        """Stop it, and block until no byte can move any more. True where it was stopped, False where it had ended well.
+
+        Raises DeadlineError where that is not known after `timeout_s`; its blocks must not be used until `done()`.
+        """
+        if not self.done() and self._ask_to_stop is not None:
+            with contextlib.suppress(ServerGoneError):  # the job then ends with that
+                self._ask_to_stop()
+        if not self._done.wait(timeout_s):
+            raise DeadlineError(f"the server has not confirmed within {timeout_s:g} s that the job is stopped")
+        return self._error is not None
+
+    def bind(self, ask_to_stop: Callable[[], None]) -> None:
+        """What tells the server to stop it."""
+        self._ask_to_stop = ask_to_stop
+
+    def end(self, answer: Answer) -> None:
+        """The server's answer, or why there is none; called once, by the reader's thread."""
+        if isinstance(answer, Stored):
+            self._result = StoreResult(answer.num_stored, answer.num_present, answer.num_skipped)  # type: ignore[assignment]
+        elif isinstance(answer, Retrieved):
+            self._result = RetrieveResult(answer.num_chunks)  # type: ignore[assignment]
+        elif isinstance(answer, Error):
+            self._error = RequestError(answer.code, answer.text)
+            self._failed = tuple(np.frombuffer(answer.failed_blocks, dtype="<i4").tolist()) or self._block_ids
+        elif isinstance(answer, KVFerryError):
+            self._error = answer
+            self._failed = self._block_ids
+        else:
+            self._error = ProtocolError(f"the server answered a job with {type(answer).__name__}")
+            self._failed = self._block_ids
+        self._done.set()
+
+
+def start_job(
+    job: Job[StoreResult] | Job[RetrieveResult],
+    link: Link,
+    registration: Registration,
+    *,
+    make: Callable[[int, Ticket], Message],
+    stream: int | None,
+    timeout_s: float,
+) -> None:
+    """Record an event on `stream`, send the request that `make(seq, ticket)` gives, and have its answer end `job`."""
+    device = registration.storages.device
+    if stream is None and device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+    ring = registration.ring
+    ticket = ring.record(stream, timeout_s)
+
+    def on_answer(answer: Answer) -> None:
+        ring.release(ticket)
+        job.end(answer)
+
+    seq = link.expect(on_answer, outlives_hangup=job.writes)
+    job.bind(lambda: link.send(Cancel(seq), timeout_s))
+    try:
+        link.send(make(seq, ticket), timeout_s)
+    except KVFerryError:
+        link.forget(seq)
+        ring.release(ticket)
+        raise
+
+
+def int32_ids(block_ids: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Block ids as they travel. Raises BlockIdError for what is no list of int32."""
+    ids = np.asarray(block_ids)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise BlockIdError(f"block ids are {ids.dtype} of {ids.ndim} axes; give one axis of integers")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max):
+        raise BlockIdError(f"block ids from {ids.min()} to {ids.max()}; they start at 0 and fit into int32")
+    return ids.astype("<i4")

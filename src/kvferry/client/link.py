@@ -1,0 +1,253 @@
+"""The connection to a cache server: calls go out from any thread, one reader thread takes what comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeVar
+
+from kvferry.client.handshake import connect, greet, server_pidfd
+from kvferry.errors import DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
+from kvferry.protocol.framing import FrameReader, encode_frame, receive, reply_reader, send_within
+from kvferry.protocol.messages import Closed, Error, Message, Reply
+
+_IDLE_MS = 1000
+_GONE_S = 30.0
+
+_R = TypeVar("_R", bound=Message)
+Answer = Reply | KVFerryError
+OnAnswer = Callable[[Answer], None]
+
+
+class Conversation:
+    """The replies to one seq, in order. Made by `Link.conversation`."""
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+
+    def receive(self, kind: type[_R], timeout_s: float) -> _R:
+        """The next reply.
+
+        Raises RequestError where the server refused, ServerGoneError where it went away, DeadlineError, ProtocolError.
+        """
+        try:
+            answer = self.answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise DeadlineError(f"the server did not answer within {timeout_s:g} s") from None
+        if isinstance(answer, kind):
+            return answer
+        if isinstance(answer, Error):
+            raise RequestError(answer.code, answer.text)
+        if isinstance(answer, KVFerryError):
+            raise answer
+        raise ProtocolError(f"the server answered {type(answer).__name__}, expected {kind.__name__}")
+
+
+class Link:
+    """A socket to the server at `path`, greeted. Thread-safe. Of no use in a forked child, which closes its copy.
+
+    Raises ServerGoneError where no server answers, RequestError where it refuses, ProtocolError for another version.
+    """
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        self._path = path
+        self._socket = connect(path, timeout_s)
+        try:
+            self.incarnation = greet(self._socket, timeout_s)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._server_pidfd = server_pidfd(self._socket)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._seqs = itertools.count(1)
+        self._talks: dict[int, OnAnswer] = {}
+        self._jobs: dict[int, OnAnswer] = {}
+        self._late: set[int] = set()  # the jobs that may fail only once the server's process is gone
+        self._lock = threading.Lock()  # guards these three and `_gone`
+        self._send_lock = threading.Lock()
+        self._gone: ServerGoneError | None = None
+        self._orderly = False
+        self._forked = False
+        self._reader = threading.Thread(target=self._read, name="kvferry-client", daemon=True)
+        os.register_at_fork(after_in_child=_ForkHook(self))
+        self._reader.start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether calls can still be made."""
+        return not self._forked and self._gone is None
+
+    @contextlib.contextmanager
+    def conversation(self) -> Iterator[Conversation]:
+        """A new seq, and the replies to it while the body runs."""
+        talk = Conversation(next(self._seqs))
+        self._expect(talk.seq, talk.answers.put, self._talks)
+        try:
+            yield talk
+        finally:
+            with self._lock:
+                self._talks.pop(talk.seq, None)
+
+    def call(self, make: Callable[[int], Message], kind: type[_R], timeout_s: float) -> _R:
+        """Send `make(seq)` and wait for its one reply; raises what `Conversation.receive` raises."""
+        with self.conversation() as talk:
+            self.send(make(talk.seq), timeout_s)
+            return talk.receive(kind, timeout_s)
+
+    def expect(self, on_answer: OnAnswer, *, outlives_hangup: bool) -> int:
+        """A new seq whose one answer goes to `on_answer`, in the reader's thread.
+
+        With `outlives_hangup` the server may be writing into our memory: where it hangs up without a word, the failure
+        is told only once its process is gone, since its socket can close before its copies stop.
+        """
+        seq = next(self._seqs)
+        if outlives_hangup:
+            self._late.add(seq)
+        self._expect(seq, on_answer, self._jobs)
+        return seq
+
+    def forget(self, seq: int) -> None:
+        """Nobody waits for the answer to `seq` any more."""
+        with self._lock:
+            self._jobs.pop(seq, None)
+            self._late.discard(seq)
+
+    def send(self, message: Message, timeout_s: float, fds: Sequence[int] = ()) -> None:
+        """Send one frame; the descriptors stay the caller's. Raises DeadlineError, ServerGoneError."""
+        self._check()
+        data = encode_frame(message)
+        deadline = time.monotonic() + timeout_s
+        if not self._send_lock.acquire(timeout=timeout_s):
+            raise DeadlineError(f"other calls kept the connection busy for {timeout_s:g} s")
+        try:
+            send_within(self._socket, data, deadline, fds)
+        except DeadlineError:
+            self._hang_up("a frame could not be sent in time")
+            raise
+        except OSError as error:
+            raise self._gone or ServerGoneError(f"the server at {self._path} went away: {error}") from error
+        finally:
+            self._send_lock.release()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Hang up, fail what is waiting, end the reader. Idempotent."""
+        if self._forked:
+            return
+        self._hang_up("the client was closed")
+        os.eventfd_write(self._wake_fd, 1)
+        if threading.current_thread() is not self._reader:
+            self._reader.join(timeout_s)
+        if not self._reader.is_alive() and self._socket.fileno() >= 0:
+            self._close_fds()
+
+    def after_fork(self) -> None:
+        """In a forked child: the connection belongs to the parent."""
+        self._forked = True
+        self._close_fds()
+
+    def _close_fds(self) -> None:
+        self._socket.close()
+        os.close(self._wake_fd)
+        if self._server_pidfd is not None:
+            os.close(self._server_pidfd)
+
+    def _check(self) -> None:
+        if self._forked:
+            raise ServerGoneError("this client belongs to the parent process; make a new one in the forked child")
+        if self._gone is not None:
+            raise self._gone
+
+    def _expect(self, seq: int, on_answer: OnAnswer, where: dict[int, OnAnswer]) -> None:
+        if self._forked:
+            self._check()
+        with self._lock:
+            self._check()
+            where[seq] = on_answer
+
+    def _hang_up(self, why: str) -> None:
+        with self._lock:
+            self._gone = self._gone or ServerGoneError(f"no connection to the server at {self._path}: {why}")
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        why = "the server went away"
+        try:
+            why = self._read_until_end()
+        except ProtocolError as error:
+            why = f"the server broke the protocol: {error}"
+        except OSError as error:
+            why = f"the server went away: {error}"
+        self._hang_up(why)
+        self._fail(but=self._late)
+        if self._jobs and not self._orderly:
+            self._wait_for_servers_end()
+        self._fail()
+
+    def _read_until_end(self) -> str:
+        reader: FrameReader[Reply] = reply_reader()
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        try:
+            while True:
+                poller.poll(_IDLE_MS)
+                with contextlib.suppress(BlockingIOError):
+                    data, fds = receive(self._socket)
+                    if not data:
+                        return "the server hung up"
+                    reader.feed(data, fds)
+                    while (frame := reader.next_frame()) is not None:
+                        if isinstance(frame.message, Closed):
+                            self._orderly = True
+                            return frame.message.text
+                        self._deliver(frame.message)
+        finally:
+            reader.close()
+
+    def _deliver(self, reply: Reply) -> None:
+        seq = getattr(reply, "seq", 0)
+        with self._lock:
+            on_answer = self._jobs.pop(seq, None) or self._talks.get(seq)
+            self._late.discard(seq)
+        if on_answer is not None:
+            on_answer(reply)
+
+    def _fail(self, but: Collection[int] = ()) -> None:
+        """Tell all that wait that the server is gone, `but` those."""
+        with self._lock:
+            failed = list(self._talks.values())
+            for seq in [seq for seq in self._jobs if seq not in but]:
+                failed.append(self._jobs.pop(seq))
+            gone = self._gone
+        assert gone is not None
+        for on_answer in failed:
+            on_answer(gone)
+
+    def _wait_for_servers_end(self) -> None:
+        """Wait until the server's process is gone; `close` ends the wait too."""
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        if self._server_pidfd is not None:
+            poller.register(self._server_pidfd, select.POLLIN)
+        poller.poll(_GONE_S * 1e3)
+
+
+class _ForkHook:
+    """Runs in forked children; holds its link weakly, since such hooks cannot be taken back."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = weakref.ref(link)
+
+    def __call__(self) -> None:
+        link = self._link()
+        if link is not None and link.usable:
+            link.after_fork()

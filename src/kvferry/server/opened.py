@@ -1,0 +1,130 @@
+"""An engine's KV cache as the worker holds it: imported wrappers, their tensors, their addresses, its events."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvferry.copy import Runs, plan_runs
+from kvferry.errors import BlockIdError, KVFerryError, LayoutError, WireError
+from kvferry.ipc.events import PeerEvents, open_events
+from kvferry.ipc.wire import decode_descriptors, fd_slots
+from kvferry.protocol.messages import NONCE_BYTES
+from kvferry.server.tasks import CopyTask, OpenTask
+
+
+class OpenedCache:
+    """Opens in steps: made, then `take_fds` until `complete`, then `finish`. `close` at any time. One thread.
+
+    Raises what decoding and checking raise (WireError, LayoutError); nothing is open then.
+    """
+
+    def __init__(self, task: OpenTask) -> None:
+        self.layout = task.layout
+        self._wrappers = decode_descriptors(task.wrappers)
+        try:
+            self._slots = deque(fd_slots(self._wrappers))
+            self._check(task)
+        except BaseException:
+            self.close_wrappers()
+            raise
+        self._events_data = task.events
+        self._num_event_fds = task.num_event_fds
+        self._event_fds: list[int] = []
+        self.received = 0
+        self._tensors: list[torch.Tensor] = []
+        self._bases: list[int] = []
+        self.events: PeerEvents | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all descriptors have come."""
+        return not self._slots and len(self._event_fds) == self._num_event_fds
+
+    def take_fds(self, fds: Sequence[int]) -> None:
+        """Import the next descriptors; owns all of them, also on error."""
+        left = list(fds)
+        try:
+            if len(left) > len(self._slots) + self._num_event_fds - len(self._event_fds):
+                raise WireError(f"{len(left)} file descriptors more than the registration announced")
+            while left and self._slots:
+                wrapper, index = self._slots.popleft()
+                wrapper.import_fd(index, left.pop(0))
+            self._event_fds += left
+            left = []
+        finally:
+            for fd in left:
+                os.close(fd)
+        self.received += len(fds)
+
+    def finish(self) -> tuple[bytes, ...]:
+        """Map everything; what each storage begins with."""
+        self._tensors = [wrapper.to_tensor() for wrapper in self._wrappers]
+        self._bases = [tensor.data_ptr() for tensor in self._tensors]
+        if self._events_data:
+            fds, self._event_fds = self._event_fds, []
+            self.events = open_events(self._events_data, fds)
+        return tuple(tensor[:NONCE_BYTES].cpu().numpy().tobytes() for tensor in self._tensors)
+
+    def plan(self, task: CopyTask, pool_address: int, *, start: int, stop: int) -> Runs:
+        """The runs of chunks `start` to `stop` of a task. Raises BlockIdError."""
+        ids = np.frombuffer(task.block_ids, dtype="<i4")
+        per_chunk = len(ids) // len(task.offsets)
+        flat = np.asarray(task.offsets[start:stop], dtype=np.int64) + pool_address
+        part = ids[start * per_chunk : stop * per_chunk].astype(np.int64)
+        skip = min(max(task.skip_blocks - start * per_chunk, 0), len(part))
+        return plan_runs(self.layout, self._bases, part, flat, skip)
+
+    def check_blocks(self, task: CopyTask) -> None:
+        """Raise BlockIdError unless all blocks of a task are there and no block is named twice."""
+        ids = np.frombuffer(task.block_ids, dtype="<i4")[task.skip_blocks :]
+        outside = ids[(ids < 0) | (ids >= self.layout.num_blocks)]
+        if len(outside):
+            raise BlockIdError(
+                f"block id {outside[0]} is outside the cache, which has blocks 0 to {self.layout.num_blocks - 1}"
+            )
+        if len(np.unique(ids)) != len(ids):
+            raise BlockIdError("a block id is named twice; each block holds the KV of one place")
+
+    def close(self) -> list[KVFerryError]:
+        """Let go of everything, whatever fails on the way; what failed. Idempotent."""
+        errors: list[KVFerryError] = []
+        events, self.events = self.events, None
+        if events is not None:
+            try:
+                events.close()
+            except KVFerryError as error:
+                errors.append(error)
+        fds, self._event_fds = self._event_fds, []
+        for fd in fds:
+            os.close(fd)
+        self._tensors.clear()
+        return errors + self.close_wrappers()
+
+    def close_wrappers(self) -> list[KVFerryError]:
+        """Close the wrappers, whatever fails on the way; what failed."""
+        errors: list[KVFerryError] = []
+        for wrapper in self._wrappers:
+            try:
+                wrapper.close()
+            except KVFerryError as error:
+                errors.append(error)
+        self._wrappers = []
+        return errors
+
+    def _check(self, task: OpenTask) -> None:
+        if len(self._slots) != task.num_fds:
+            raise WireError(f"the wrappers need {len(self._slots)} file descriptors, {task.num_fds} were announced")
+        for wrapper in self._wrappers:
+            if wrapper.device_uuid != task.device_uuid:
+                raise LayoutError(
+                    f"storages on {wrapper.device_uuid or 'the host'} and {task.device_uuid or 'the host'}; "
+                    "one registration covers one device"
+                )
+            if wrapper.dtype is not torch.uint8 or len(wrapper.shape) != 1 or wrapper.stride != (1,):
+                raise LayoutError(f"{wrapper!r} is no storage; each is one dense run of uint8")
+        self.layout.validate([wrapper.shape[0] for wrapper in self._wrappers])

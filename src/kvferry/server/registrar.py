@@ -1,0 +1,141 @@
+"""Registrations: a rank's KV cache on its way in (descriptors, proof) and on its way out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from kvferry.errors import ProtocolError, RequestError
+from kvferry.protocol.framing import Frame
+from kvferry.protocol.messages import (
+    Confirm,
+    Error,
+    FdAck,
+    FdBatch,
+    Proof,
+    Register,
+    Registered,
+    Request,
+    Unregister,
+    Unregistered,
+)
+from kvferry.server.session import CacheState, RankCache, Session
+from kvferry.server.state import State
+from kvferry.server.tasks import CacheClosed, CacheOpened, CloseTask, FdsTaken, FdsTask, OpenTask
+
+
+class Registrar:
+    """Moves registrations through their states. `on_closed(session)` is called when a session's cache is unmapped."""
+
+    def __init__(self, state: State, on_closed: Callable[[Session], None]) -> None:
+        self._state = state
+        self._on_closed = on_closed
+        self._caches: dict[int, RankCache] = {}
+
+    def __len__(self) -> int:
+        return len(self._caches)
+
+    def register(self, session: Session, message: Register) -> None:
+        """Claim the rank, and have the device's worker open the cache."""
+        if session.cache is not None:
+            raise RequestError("registered", "this session has a KV cache already; unregister it first")
+        if session.engine_id not in (None, message.engine_id):
+            raise RequestError("attach", f"this session looks up for engine {session.engine_id!r} and stays with it")
+        try:
+            worker = self._state.workers.get(message.device_uuid)
+            cache_id = next(self._state.ids)
+            engine = self._state.engines.claim(session.tenant, message, cache_id)
+        except RequestError:
+            self._state.counters.registrations_refused += 1
+            raise
+        num_fds = message.num_fds + message.num_event_fds
+        cache = RankCache(cache_id, session, engine, message.rank, worker, message.seq, num_fds)
+        self._caches[cache_id] = cache
+        session.cache = cache
+        session.caches.add(cache_id)
+        worker.submit(
+            OpenTask(
+                cache_id,
+                message.layout,
+                message.device_uuid,
+                message.wrappers,
+                message.num_fds,
+                message.events,
+                message.num_event_fds,
+            )
+        )
+
+    def take_fds(self, session: Session, frame: Frame[Request]) -> None:
+        """Hand descriptors on to the worker; owns them."""
+        cache = session.cache
+        sent = 0 if cache is None else cache.fds_sent + len(frame.fds)
+        if (
+            not isinstance(frame.message, FdBatch)
+            or cache is None
+            or cache.state is not CacheState.OPENING
+            or cache.fds_sent != cache.fds_taken
+            or sent > cache.num_fds
+        ):
+            for fd in frame.fds:
+                os.close(fd)
+            raise ProtocolError(f"{len(frame.fds)} file descriptors came that no registration is waiting for")
+        cache.fds_sent = sent
+        cache.worker.submit(FdsTask(cache.cache_id, frame.fds))
+
+    def confirm(self, session: Session, message: Confirm) -> None:
+        """The client has found its own nonces: the rank is live."""
+        cache = session.cache
+        if cache is None or cache.state is not CacheState.PROVEN or cache.seq != message.seq:
+            raise ProtocolError("a registration was confirmed that is not waiting for it")
+        cache.state = CacheState.LIVE
+        cache.entry.live = True
+        session.engine_id = cache.engine.key[1]
+        self._state.counters.registrations += 1
+        session.send(Registered(message.seq))
+
+    def unregister(self, session: Session, message: Unregister) -> None:
+        """Drop the session's cache; answered when it is unmapped, at once where there is none."""
+        cache = session.cache
+        if cache is None:
+            session.send(Unregistered(message.seq))
+            return
+        cache.unregister_seq = message.seq
+        session.engine_id = None
+        self.close(session)
+
+    def close(self, session: Session) -> None:
+        """Begin to drop the session's cache: its rank is free at once, its memory as soon as no copy uses it."""
+        cache, session.cache = session.cache, None
+        if cache is None:
+            return
+        cache.state = CacheState.CLOSING
+        self._state.engines.drop(cache.engine, cache.rank)
+        cache.worker.submit(CloseTask(cache.cache_id))
+
+    def on_fds_taken(self, done: FdsTaken) -> None:
+        """The worker has imported a batch: let the next one come."""
+        cache = self._caches[done.cache_id]
+        cache.fds_taken = done.received
+        if cache.state is CacheState.OPENING:
+            cache.session.send(FdAck(cache.seq, done.received))
+
+    def on_opened(self, done: CacheOpened) -> None:
+        """The worker has opened the cache, or could not."""
+        cache = self._caches[done.cache_id]
+        if cache.state is not CacheState.OPENING:
+            return  # dropped meanwhile; its CacheClosed is to come
+        if done.failure is None:
+            cache.state = CacheState.PROVEN
+            cache.session.send(Proof(cache.seq, done.nonces))
+            return
+        self._state.counters.registrations_refused += 1
+        cache.session.send(Error(cache.seq, done.failure.code, done.failure.text))
+        self.close(cache.session)
+
+    def on_closed(self, done: CacheClosed) -> None:
+        """Nothing of the cache is mapped any more."""
+        cache = self._caches.pop(done.cache_id)
+        cache.session.caches.discard(done.cache_id)
+        if cache.unregister_seq is not None:
+            cache.session.send(Unregistered(cache.unregister_seq))
+        self._on_closed(cache.session)

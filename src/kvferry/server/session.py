@@ -1,0 +1,67 @@
+"""One client as the loop thread knows it: its connection, its cache, its jobs."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from kvferry.protocol.messages import Message
+from kvferry.server.connection import Connection
+from kvferry.server.engines import Engine, Rank
+from kvferry.server.worker import DeviceWorker
+
+
+class CacheState(enum.Enum):
+    """OPENING: descriptors are coming. PROVEN: the server has shown what it reads. LIVE: in use. CLOSING: unmapping."""
+
+    OPENING = "opening"
+    PROVEN = "proven"
+    LIVE = "live"
+    CLOSING = "closing"
+
+
+@dataclass(slots=True, eq=False)
+class RankCache:
+    """One registration: a rank's KV cache, on its way in, in use, or on its way out.
+
+    `seq` is that of its Register, `unregister_seq` that of an Unregister which waits for an answer.
+    """
+
+    cache_id: int
+    session: Session
+    engine: Engine
+    rank: int
+    worker: DeviceWorker
+    seq: int
+    num_fds: int
+    state: CacheState = CacheState.OPENING
+    fds_sent: int = 0
+    fds_taken: int = 0
+    unregister_seq: int | None = None
+
+    @property
+    def entry(self) -> Rank:
+        """The rank's place in its engine."""
+        return self.engine.ranks[self.rank]
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connected client. `caches` holds all registrations that the worker still knows, `cache` the current one."""
+
+    session_id: int
+    tenant: str
+    connection: Connection = field(init=False)
+    pidfd: int | None = None
+    greeted: bool = False
+    engine_id: str | None = None
+    cache: RankCache | None = None
+    caches: set[int] = field(default_factory=set)
+    jobs: dict[int, int] = field(default_factory=dict)  # the client's seq -> our job id
+    ended: bool = False
+    end_text: str = ""
+    close_by: float | None = None
+
+    def send(self, message: Message) -> None:
+        """Queue a frame; nothing where the client is gone."""
+        self.connection.send(message)

@@ -1,0 +1,82 @@
+"""The workers, one a device, made when the first engine comes that needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from kvferry.errors import DeadlineError, RequestError
+from kvferry.server.device import Device
+from kvferry.server.tasks import Completion
+from kvferry.server.worker import DeviceWorker
+
+HOST = ""  # the host's "UUID"
+MAX_WORKERS = 32
+
+MakeDevice = Callable[[str], Device]
+
+
+class Workers:
+    """Makes, finds and stops workers. Belongs to the loop thread, after `stop` to whoever stops it.
+
+    Parameters
+    ----------
+    make_host, make_gpu
+        Make the device for a UUID, in the worker's thread; without `make_gpu` no GPU is served.
+    memory_address
+        Where the server's memory for chunks begins.
+    post
+        Takes the workers' completions.
+    """
+
+    def __init__(
+        self,
+        make_host: MakeDevice,
+        make_gpu: MakeDevice | None,
+        *,
+        memory_address: int,
+        post: Callable[[Completion], None],
+    ) -> None:
+        self._make_host = make_host
+        self._make_gpu = make_gpu
+        self._memory_address = memory_address
+        self._post = post
+        self._workers: dict[str, DeviceWorker] = {}
+
+    def get(self, device_uuid: str) -> DeviceWorker:
+        """The device's worker, started now where there is none. Raises RequestError where the device is not served."""
+        worker = self._workers.get(device_uuid)
+        if worker is not None and worker.failed:
+            worker.stop()
+            worker = None
+        if worker is None:
+            worker = self._start(device_uuid)
+        return worker
+
+    @property
+    def by_device(self) -> Mapping[str, DeviceWorker]:
+        """All workers by UUID."""
+        return self._workers
+
+    def stop(self, timeout_s: float) -> list[DeadlineError]:
+        """End all; what did not end in time."""
+        late: list[DeadlineError] = []
+        for worker in self._workers.values():
+            try:
+                worker.stop(timeout_s)
+            except DeadlineError as error:
+                late.append(error)
+        self._workers.clear()
+        return late
+
+    def _start(self, device_uuid: str) -> DeviceWorker:
+        make = self._make_host if device_uuid == HOST else self._make_gpu
+        if make is None:
+            raise RequestError("device", f"this server serves host memory only, not {device_uuid}; start it with a GPU")
+        if len(self._workers) >= MAX_WORKERS:
+            raise RequestError("device", f"{MAX_WORKERS} devices are in use; {device_uuid} would be one more")
+        worker = DeviceWorker(
+            device_uuid or "cpu", lambda: make(device_uuid), memory_address=self._memory_address, post=self._post
+        )
+        self._workers[device_uuid] = worker
+        worker.start()
+        return worker
