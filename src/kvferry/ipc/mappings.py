@@ -228,13 +228,17 @@ class MappingTable:
 
     def _apply_releases(self) -> None:
         """Count down for every note in the queue. Called with the lock held."""
+        taken = False
         while True:
             try:
                 entry = self._released.get_nowait()
             except queue.Empty:
-                return
+                break
             if entry is not None:
                 entry.count -= 1
+                taken = True
+        if taken and threading.current_thread() is not self._unmapper:
+            self._released.put(None)  # the unmapper sleeps on this queue, and the note it waited for is gone
 
     def _ensure_unmapper(self) -> None:
         """Called with the lock held. The thread ends by itself once nothing is mapped."""
@@ -244,10 +248,11 @@ class MappingTable:
 
     def _unmap_loop(self) -> None:
         while True:
+            note, waited_in_vain = None, False
             try:
                 note = self._released.get(timeout=_LINGER_S)
             except queue.Empty:
-                note = None
+                waited_in_vain = True
             with self._lock:
                 if note is not None:
                     note.count -= 1
@@ -255,7 +260,7 @@ class MappingTable:
                 idle = [e for e in self._entries.values() if e.state is _State.OPEN and e.count == 0]
                 for entry in idle:
                     entry.state = _State.CLOSING
-                if not self._entries and note is None:
+                if not self._entries and waited_in_vain:
                     self._unmapper = None
                     return
             for entry in idle:
