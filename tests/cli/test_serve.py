@@ -22,8 +22,8 @@ def test_it_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: pat
     with subprocess.Popen([*COMMAND, str(socket)], stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
-            assert server.stdout.readline().startswith(f"ready: unix:{socket}")
-            with CacheClient(f"unix:{socket}") as client:
+            assert server.stdout.readline().startswith(f"ready: unix://{socket}")
+            with CacheClient(f"unix://{socket}") as client:
                 client.ping()
             server.send_signal(number)
             assert server.wait(15) == 0

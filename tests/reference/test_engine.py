@@ -14,7 +14,7 @@ import torch
 
 from kvferry.cli.children import ServerProcess
 from kvferry.client import CacheClient
-from kvferry.errors import RequestError
+from kvferry.errors import DeadlineError, RequestError
 from kvferry.reference import EngineConfig, PagedConfig, ReferenceEngine
 from reference.small import SMALL_MODEL
 
@@ -104,11 +104,27 @@ def test_shuffled_block_tables_change_no_bit() -> None:
     assert torch.equal(logits[0], logits[2])
 
 
-class _RefusingClient:
-    """Promises KV and cannot deliver it."""
+class _LateJob:
+    """Does not end in time; `cancel` gives `stopped`, or takes too long as well where that is None."""
 
-    def __init__(self) -> None:
+    def __init__(self, stopped: bool | None) -> None:
+        self._stopped = stopped
+
+    def wait(self, timeout_s: float) -> None:
+        raise DeadlineError("still going on")
+
+    def cancel(self, timeout_s: float) -> bool:
+        if self._stopped is None:
+            raise DeadlineError("no answer to cancel")
+        return self._stopped
+
+
+class _RefusingClient:
+    """Promises KV and cannot deliver it, or not in time."""
+
+    def __init__(self, job: _LateJob | None = None) -> None:
         self.released: list[int] = []
+        self._job = job
 
     def register_kv_caches(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -117,6 +133,8 @@ class _RefusingClient:
         return type("Lookup", (), {"tokens": 64, "lease_id": 7})()
 
     def retrieve(self, lease_id: int, block_ids: list[int]) -> Any:
+        if self._job is not None:
+            return self._job
         raise RequestError("gone", "the chunks were lost")
 
     def release(self, lease_id: int) -> None:
@@ -132,6 +150,24 @@ def test_a_promise_that_is_not_kept_costs_time_but_no_request() -> None:
     assert (unlucky.reused_tokens, client.released) == (0, [7])
     assert unlucky.reuse_failure is not None
     assert "the chunks were lost" in unlucky.reuse_failure
+
+
+def test_a_late_retrieve_is_stopped_before_its_blocks_are_written() -> None:
+    engine = ReferenceEngine(CONFIG)
+    engine.connect(cast(CacheClient, _RefusingClient(_LateJob(stopped=True))), "late")
+    generation = engine.generate(prompt(130, seed=8), 5, reuse=True)
+    assert generation.reused_tokens == 0
+    assert generation.reuse_failure == "still going on"
+    engine.connect(cast(CacheClient, _RefusingClient(_LateJob(stopped=False))), "just in time")
+    assert engine.generate(prompt(130, seed=8), 5, reuse=True).reused_tokens == 64
+
+
+def test_blocks_that_may_still_be_written_are_never_given_out_again() -> None:
+    engine = ReferenceEngine(CONFIG)
+    engine.connect(cast(CacheClient, _RefusingClient(_LateJob(stopped=None))), "stuck")
+    with pytest.raises(DeadlineError, match="no answer to cancel"):
+        engine.generate(prompt(130, seed=8), 5, reuse=True)
+    assert engine.pool.num_free == CONFIG.paged.num_blocks - 9
 
 
 def test_misuse_is_refused_with_what_to_do() -> None:

@@ -45,7 +45,7 @@ def test_refusals_name_the_reason_and_the_engine_goes_on() -> None:
             (Prefill(tokens=[1]), "send init first"),
             (Lookup(tokens=[1]), "init with `server`"),
             (msgspec.defstruct("Odd", [("x", int)], tag_field="command", tag="dance")(1), "dance"),
-            (Init(engine=CONFIG, server="unix:/nowhere/at/all"), "/nowhere/at/all"),
+            (Init(engine=CONFIG, server="unix:///nowhere/at/all"), "/nowhere/at/all"),
         ):
             with pytest.raises(ChildProcessError, match=text):
                 engine.call(command)

@@ -19,7 +19,7 @@ class ServerProcess:
     """`kvferry serve` in a session of its own; it ends with this object, and with this process however that dies."""
 
     def __init__(self, socket: pathlib.Path, memory_bytes: int, device: str, timeout_s: float = 60.0) -> None:
-        self.url = f"unix:{socket}"
+        self.url = f"unix://{socket}"
         command = [sys.executable, "-m", "kvferry", "serve", "--socket", str(socket), "--memory", str(memory_bytes)]
         self._process = subprocess.Popen(
             [*command, "--device", device, "--until-stdin-closes"],

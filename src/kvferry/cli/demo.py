@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry.cli.children import ServerProcess
-from kvferry.cli.machine import resolve_device
+from kvferry.cli.machine import resolve_device, wrapper_kind
 from kvferry.cli.memory_back import measure_memory_back, probe_for
 from kvferry.reference import EngineConfig, EngineProcess, ModelConfig, PagedConfig
 from kvferry.reference.worker import Generate, Init, Prefill, Store
@@ -44,7 +44,7 @@ class DemoConfig:
     def resolved(self) -> DemoConfig:
         """With the device that this machine has, and sizes under which prefill takes long enough to see."""
         device = resolve_device(self.device)
-        prompt, cache = (8200, 32768) if device == "cuda" else (3000, 12288)
+        prompt, cache = (8200, 32768) if device == "cuda" else (2100, 12288)
         prompt = self.prompt_tokens or prompt
         return dataclasses.replace(
             self, device=device, prompt_tokens=prompt, cache_tokens=self.cache_tokens or max(cache, 3 * prompt)
@@ -104,10 +104,11 @@ def run_demo(config: DemoConfig, say: Say) -> DemoResult:
     prompt, other = config.prompts()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-"))
-        say("starting the cache server")
+        say("starting the cache server and engine A")
+        engine_a = stack.enter_context(EngineProcess("A"))
         socket = pathlib.Path(folder) / "server.sock"
         server = stack.enter_context(ServerProcess(socket, _pool_bytes(config), config.device, config.timeout_s))
-        first = _run_engine_a(config, server.url, prompt, say)
+        first = _run_engine_a(config, engine_a, server.url, prompt, say)
         second = _run_engine_b(config, server.url, prompt, other, say)
     return DemoResult(
         **first,
@@ -118,24 +119,23 @@ def run_demo(config: DemoConfig, say: Say) -> DemoResult:
     )
 
 
-def _run_engine_a(config: DemoConfig, url: str, prompt: list[int], say: Say) -> dict[str, Any]:
+def _run_engine_a(config: DemoConfig, engine: EngineProcess, url: str, prompt: list[int], say: Say) -> dict[str, Any]:
     """Engine A's life and death, as fields of the result."""
     probe = probe_for(config.device)
-    with EngineProcess("A") as engine:
-        say("engine A: loading the model, registering its KV cache")
-        ready = engine.call(Init(engine=config.engine(), engine_id="A", server=url), config.timeout_s)
-        say(f"engine A: computing {len(prompt)} tokens")
-        prefill = engine.call(Prefill(tokens=prompt), config.timeout_s)
-        say("engine A: storing their KV")
-        store = engine.call(Store(request=prefill["request"]), config.timeout_s)
-        say("engine A: SIGKILL")
-        held = probe.held_bytes(engine.pid, ready["device_bytes"])
-        back = measure_memory_back(probe, engine.send_kill, held)
-        engine.kill()
+    say("engine A: loading the model, registering its KV cache")
+    ready = engine.call(Init(engine=config.engine(), engine_id="A", server=url), config.timeout_s)
+    say(f"engine A: computing {len(prompt)} tokens")
+    prefill = engine.call(Prefill(tokens=prompt), config.timeout_s)
+    say("engine A: storing their KV")
+    store = engine.call(Store(request=prefill["request"]), config.timeout_s)
+    say("engine A: SIGKILL")
+    held = probe.held_bytes(engine.pid, ready["device_bytes"])
+    back = measure_memory_back(probe, engine.send_kill, held)
+    engine.kill()
     return {
         "engine_a_prefill_ms": prefill["ms"],
         "engine_a_store_ms": store["ms"],
-        "wrapper": ready["wrapper"],
+        "wrapper": wrapper_kind(config.device),
         "memory_back_ms": back.ms,
         "memory_back_bytes": back.num_bytes,
     }

@@ -10,8 +10,9 @@ import torch
 import kvferry
 from kvferry.cuda.driver import load_driver
 from kvferry.errors import CudaUnavailableError
+from kvferry.ipc import IPCPolicy
 
-__all__ = ["describe_machine", "resolve_device"]
+__all__ = ["describe_machine", "resolve_device", "wrapper_kind"]
 
 
 def resolve_device(wanted: str) -> str:
@@ -27,6 +28,12 @@ def resolve_device(wanted: str) -> str:
     if wanted == "cuda" and not usable:
         raise CudaUnavailableError("no GPU that this torch can use; --device cpu runs on host memory")
     return "cuda" if usable else "cpu"
+
+
+def wrapper_kind(device: str) -> str:
+    """The wrapper that memory of `device`, allocated as an engine does, is shared by: `host`, `raw`, `vmm`, ..."""
+    wrapper = IPCPolicy().choose(torch.zeros(1, device=device))
+    return str(wrapper.descriptor_type.__struct_config__.tag)
 
 
 def describe_machine(device: str) -> dict[str, str | int]:

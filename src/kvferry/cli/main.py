@@ -54,7 +54,7 @@ def serve(
     """Run the cache server until SIGTERM or SIGINT."""
     from kvferry.cli.serve import run_server
 
-    raise typer.Exit(run_server(socket, parse_bytes(memory), device.value, until_stdin_closes=until_stdin_closes))
+    run_server(socket, parse_bytes(memory), device.value, until_stdin_closes=until_stdin_closes)
 
 
 @app.command()

@@ -2,56 +2,77 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import pathlib
-import selectors
 import signal
-import socket
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from typing import NoReturn
 
 import typer
 
 from kvferry.cli.sizes import format_bytes
+from kvferry.client import CacheClient
 from kvferry.config import ServerConfig
+from kvferry.errors import KVFerryError
 from kvferry.server import CacheServer
 
 __all__ = ["run_server"]
 
-HEALTH_CHECK_S = 0.5
+POLL_S = 0.02
+READY_SHARE = 0.9  # of the memory: the rest goes into alignment
 
 
-def run_server(path: pathlib.Path, memory_bytes: int, device: str, *, until_stdin_closes: bool = False) -> int:
-    """Serve until SIGTERM or SIGINT (or the end of stdin); the exit code, which is not 0 where the server failed.
+class _Ended(Exception):
+    """SIGTERM or SIGINT came."""
 
-    One line on stdout says that it is ready.
+
+def run_server(path: pathlib.Path, memory_bytes: int, device: str, *, until_stdin_closes: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT, or the end of stdin; raises `KVFerryError` where the server fails.
+
+    One line on stdout says that it is ready: that it answers, and that its memory may be stored to.
     """
     server = CacheServer(ServerConfig(socket_path=str(path), memory_bytes=memory_bytes, device=device))
-    with _signals() as signals, selectors.DefaultSelector() as selector:
-        selector.register(signals, selectors.EVENT_READ)
-        if until_stdin_closes:
-            selector.register(sys.stdin.buffer, selectors.EVENT_READ)
-        server.start()
-        try:
-            typer.echo(f"ready: unix:{path}, {format_bytes(memory_bytes)} of host memory, device {device}")
-            while not selector.select(HEALTH_CHECK_S):
-                pass
-        finally:
-            server.stop()
-    return 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end)
+    if until_stdin_closes:
+        threading.Thread(target=_end_with_stdin, name="stdin", daemon=True).start()
+    stop = threading.Event()
+    announcer = threading.Thread(target=_announce, args=(path, memory_bytes, stop), name="announcer")
+    announcer.start()
+    try:
+        server.serve_forever()
+    except _Ended:
+        pass
+    finally:
+        stop.set()
+        announcer.join(15)
 
 
-@contextlib.contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """A socket that becomes readable on SIGTERM and SIGINT, which then do nothing else."""
-    reader, writer = socket.socketpair()
-    with reader, writer:
-        writer.setblocking(False)
-        handlers = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)}
-        previous = signal.set_wakeup_fd(writer.fileno())
+def _end(number: int, frame: object) -> NoReturn:
+    for again in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(again, signal.SIG_IGN)  # the server is stopping already, and has a time limit for that
+    raise _Ended
+
+
+def _end_with_stdin() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _announce(path: pathlib.Path, memory_bytes: int, stop: threading.Event) -> None:
+    """Ask the server as any client would, until it answers and its memory is there; then say so."""
+    started = time.monotonic()
+    while not stop.wait(POLL_S):
         try:
-            yield reader
-        finally:
-            signal.set_wakeup_fd(previous)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            with CacheClient(f"unix://{path}") as client:
+                while client.stats()["memory_bytes"] < memory_bytes * READY_SHARE:
+                    if stop.wait(POLL_S):
+                        return
+        except KVFerryError:
+            continue  # not there yet; what keeps it from starting is told by the main thread
+        took = time.monotonic() - started
+        typer.echo(f"ready: unix://{path}, {format_bytes(memory_bytes)} of host memory, after {took:.1f} s")
+        return

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvferry.client import CacheClient
+from kvferry.client import CacheClient, Job, RetrieveResult
 from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.layout import chunk_tokens_for
 from kvferry.reference.model import Model, ModelConfig
@@ -110,9 +110,8 @@ class ReferenceEngine:
         if promise.tokens == 0:
             return 0
         try:
-            self._finish_device_work()
             blocks = request.blocks[: promise.tokens // self.config.paged.block_size]
-            client.retrieve(promise.lease_id, blocks).wait(self.config.timeout_s)
+            self._finish(client.retrieve(promise.lease_id, blocks), request)
         finally:
             client.release(promise.lease_id)
         request.computed = promise.tokens
@@ -134,16 +133,17 @@ class ReferenceEngine:
                 return logits
 
     def store(self, request: Request, prompt_tokens: int | None = None) -> int:
-        """Send the whole chunks of the prompt to the server and wait until they are there; their tokens.
+        """Send the whole chunks of the prompt to the server and wait; the number of tokens that are there then.
 
         Tokens beyond `prompt_tokens` came out of decode, one at a time: other shapes, so other bits. They stay here.
         """
         limit = min(request.computed, len(request.tokens) if prompt_tokens is None else prompt_tokens)
         whole = limit - limit % self.config.chunk_tokens
-        if whole:
-            blocks = request.blocks[: whole // self.config.paged.block_size]
-            self._connected().store(request.tokens[:whole], blocks).wait(self.config.timeout_s)
-        return whole
+        if not whole:
+            return 0
+        blocks = request.blocks[: whole // self.config.paged.block_size]
+        result = self._connected().store(request.tokens[:whole], blocks).wait(self.config.timeout_s)
+        return (result.num_stored + result.num_present) * self.config.chunk_tokens
 
     @torch.inference_mode()
     def decode(self, request: Request, first: int, count: int) -> list[int]:
@@ -182,10 +182,26 @@ class ReferenceEngine:
         """Reuse, or the reason why not: a cache that cannot deliver costs time, never a request."""
         try:
             return self.reuse(request, kv_of), None
-        except DeadlineError:
-            raise  # bytes may still land in these blocks, so nothing may be computed into them
         except KVFerryError as error:
+            if not request.blocks:
+                raise
             return 0, str(error)
+
+    def _finish(self, job: Job[RetrieveResult], request: Request) -> None:
+        """Wait for a retrieve, and stop it where it takes too long, so that nothing else writes to the blocks after.
+
+        Where it cannot be stopped either, the request loses its blocks for ever: bytes may still land in them.
+        """
+        try:
+            job.wait(self.config.timeout_s)
+        except DeadlineError:
+            try:
+                stopped = job.cancel(self.config.timeout_s)
+            except DeadlineError:
+                request.blocks = []
+                raise
+            if stopped:
+                raise
 
     def _step(self, request: Request, count: int) -> torch.Tensor:
         start = request.computed
@@ -193,11 +209,6 @@ class ReferenceEngine:
         logits = self.model.step(tokens, start, self.cache.attend(request.blocks, start, count))
         request.computed = start + count
         return logits
-
-    def _finish_device_work(self) -> None:
-        """Blocks are given out again while kernels that read them may still run; wait before others write there."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
 
     def _connected(self) -> CacheClient:
         if self._client is None:
