@@ -52,7 +52,8 @@ class EventSide:
         self.ring: EventRing | None = None
         self.events: PeerEvents | None = None
         self.stream: Stream | None = None
-        self.buffer: torch.Tensor | None = None
+        self.own: torch.Tensor | None = None
+        self.theirs: torch.Tensor | None = None
         self.wrappers: list[DeviceIPCWrapper] = []
         self.address = 0
 
@@ -61,7 +62,7 @@ class EventSide:
         self.stream = Stream(0)
         with bound(0) as drv:
             self.address = drv.mem_alloc(BUFFER_BYTES)
-        self.buffer = tensor_from_pointer(self.address, BUFFER_BYTES, device=0, owner=None)
+        self.own = tensor_from_pointer(self.address, BUFFER_BYTES, device=0, owner=None)
         return {}
 
     def make(self, isolated: bool = False, slots: int = 8, host: bool = False) -> dict[str, Any]:
@@ -72,8 +73,8 @@ class EventSide:
         """The waiting end, with memory of our own."""
         memory = None
         if on_device:
-            assert self.buffer is not None
-            memory = self.buffer[: slots * 8].view(torch.int64)
+            assert self.own is not None
+            memory = self.own[: slots * 8].view(torch.int64)
         events = self.events = make_peer_events(0, slots, memory=memory)
         return self._sent(encode_events(events))
 
@@ -93,8 +94,8 @@ class EventSide:
         return {}
 
     def send_buffer(self) -> dict[str, Any]:
-        assert self.buffer is not None
-        wrapper = RawCudaIPCWrapper(self.buffer)
+        assert self.own is not None
+        wrapper = RawCudaIPCWrapper(self.own)
         self.wrappers.append(wrapper)
         send(self.sock, [wrapper])
         return {}
@@ -102,11 +103,11 @@ class EventSide:
     def receive_buffer(self) -> dict[str, Any]:
         [wrapper] = recv(self.sock)
         self.wrappers.append(wrapper)
-        self.buffer = wrapper.to_tensor()
+        self.theirs = wrapper.to_tensor()
         return {}
 
     def work(self, spin_s: float, value: int = 7) -> dict[str, Any]:
-        """Zero the buffer; then, in the stream, spin, fill, and record."""
+        """Zero our buffer; then, in the stream, spin, fill, and record."""
         assert self.stream is not None
         assert self.ring is not None
         self.stream.memset_async(self.address, 0, BUFFER_BYTES)
@@ -168,16 +169,13 @@ class EventSide:
             time.sleep(0.001)
         return {"idle": self.stream.query()}
 
-    def read(self, in_stream: bool = False) -> dict[str, Any]:
-        """Copy the buffer now (or after what the stream has to do): its least and greatest byte."""
-        assert self.buffer is not None
-        assert self.stream is not None
+    def read(self) -> dict[str, Any]:
+        """Copy the other's buffer, in a new stream: its least and greatest byte."""
+        assert self.theirs is not None
         host = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
-        reader = self.stream if in_stream else Stream(0)
-        reader.memcpy_async(host.data_ptr(), self.buffer.data_ptr(), BUFFER_BYTES)
-        reader.synchronize()
-        if not in_stream:
-            reader.close()
+        with Stream(0) as reader:
+            reader.memcpy_async(host.data_ptr(), self.theirs.data_ptr(), BUFFER_BYTES)
+            reader.synchronize()
         return {"bytes": [int(host.min()), int(host.max())]}
 
     def abandon(self) -> dict[str, Any]:
@@ -189,7 +187,7 @@ class EventSide:
         for end in (self.events, self.ring, *self.wrappers):
             if end is not None:
                 end.close()
-        self.events = self.ring = self.buffer = None
+        self.events = self.ring = self.own = self.theirs = None
         self.wrappers.clear()
         gc.collect()
         process_table().mappings.drain(timeout_s=20)

@@ -95,13 +95,14 @@ def _pin(tensor: torch.Tensor, device: int) -> Opened:
     """Register the tensor's page; undone on the unmapper's thread, once the device has done what it had to do."""
     address, nbytes = tensor.data_ptr(), tensor.numel() * WORD_BYTES
     register_host(address, nbytes, device=device)
+    kept = [tensor]  # streams may still write to the memory
 
     def close() -> None:
-        assert tensor.numel() > 0  # the closure keeps the memory: streams may still write to it
         try:
             synchronize_device(device)
         finally:
             unregister_host(address, device=device)
+            kept.clear()
 
     try:
         return Opened(host_device_pointer(address, device=device), nbytes, close)
