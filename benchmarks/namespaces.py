@@ -1,7 +1,7 @@
 """Which ways of sharing GPU memory and events work between processes in different namespaces, and how the rest fails.
 
-Every cell is two real processes, exporter and importer, each started by `unshare` with the options of its column (so that
-each has namespaces of its own), talking over a Unix socket in a folder that both see. Needs a GPU and root.
+Every cell is two real processes, exporter and importer, each started by `unshare` with the options of its column (so
+that each has namespaces of its own), talking over a Unix socket in a folder that both see. Needs a GPU and root.
 
     python benchmarks/namespaces.py [--json]
 """
