@@ -45,6 +45,7 @@ GOOD = DemoResult(
     engine_a_store_ms=1.0,
     memory_back_ms=12.5,
     memory_back_bytes=100 << 20,
+    memory_back_seen="free",
     backend="host",
     wrapper="host",
     tokens_reused=[1, 2],

@@ -17,8 +17,9 @@ from kvferry import ipc
 from kvferry.cli.bench_peer import Connect, Drop, Map, Read
 from kvferry.cli.bench_report import Result, rate_result
 from kvferry.cli.children import ServerProcess
-from kvferry.cli.memory_back import measure_memory_back, probe_for
+from kvferry.cli.memory_back import find_held, measure_memory_back
 from kvferry.cli.sizes import format_bytes
+from kvferry.errors import DeadlineError
 from kvferry.reference import EngineConfig, EngineProcess, ModelConfig, PagedConfig
 from kvferry.reference.process import LineProcess
 from kvferry.reference.worker import Init
@@ -115,7 +116,7 @@ def _read_mapped(child: LineProcess, sock: socket.socket, storage: torch.Tensor,
 def _bench_memory_back(config: IpcBenchConfig, folder: pathlib.Path) -> list[Result]:
     """Kill engines that hold registered KV, one after another."""
     with ServerProcess(folder / "server.sock", 64 << 20, config.device) as server:
-        times = _kill_engines(config, server.url, config.kills)
+        times = _kill_engines(config, server, config.kills)
     alone = _kill_engines(config, None, 2) if config.device == "cuda" else []
     limit = statistics.median(alone) if alone else None
     value = max(times)
@@ -124,12 +125,12 @@ def _bench_memory_back(config: IpcBenchConfig, folder: pathlib.Path) -> list[Res
     return [Result("memory_back", value, "ms", limit, None if limit is None else value / limit, about)]
 
 
-def _kill_engines(config: IpcBenchConfig, url: str | None, count: int) -> list[float]:
-    """Milliseconds from each kill to all memory back. Raises `TimeoutError` where some does not come back."""
+def _kill_engines(config: IpcBenchConfig, server: ServerProcess | None, count: int) -> list[float]:
+    """Milliseconds from each kill to all memory back. Raises `DeadlineError` where some does not come back."""
     token_bytes = 2 * HOLDER_MODEL.num_layers * HOLDER_MODEL.num_kv_heads * HOLDER_MODEL.head_dim
     token_bytes *= 2 if config.device == "cuda" else 4
     engine = EngineConfig(HOLDER_MODEL, PagedConfig(max(1, config.held_bytes // token_bytes // 16)), config.device)
-    probe = probe_for(config.device)
+    url = None if server is None else server.url
     times = []
     with contextlib.ExitStack() as stack:
         holders = [stack.enter_context(EngineProcess(f"holder {index}")) for index in range(count)]
@@ -137,9 +138,12 @@ def _kill_engines(config: IpcBenchConfig, url: str | None, count: int) -> list[f
             holder.begin(Init(engine=engine, engine_id=f"holder-{index}", server=url))
         ready = [holder.finish() for holder in holders]
         for holder, facts in zip(holders, ready, strict=True):
-            held = probe.held_bytes(holder.pid, facts["device_bytes"])
-            back = measure_memory_back(probe, holder.send_kill, held)
+            pids = (holder.pid,) if server is None else (holder.pid, server.pid)
+            held = find_held(config.device, pids, facts["device_bytes"])
+            back = measure_memory_back(held, holder.send_kill)
             if back.ms is None:
-                raise TimeoutError(f"{format_bytes(back.num_bytes)} of {format_bytes(held)} came back after a kill")
+                raise DeadlineError(
+                    f"{format_bytes(back.num_bytes)} of {format_bytes(held.num_bytes)} came back after a kill"
+                )
             times.append(back.ms)
     return times

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvferry.cli.children import ServerProcess
 from kvferry.cli.machine import resolve_device, wrapper_kind
-from kvferry.cli.memory_back import measure_memory_back, probe_for
+from kvferry.cli.memory_back import find_held, measure_memory_back
 from kvferry.reference import EngineConfig, EngineProcess, ModelConfig, PagedConfig
 from kvferry.reference.worker import Generate, Init, Prefill, Store
 
@@ -78,6 +78,7 @@ class DemoResult:
     engine_a_store_ms: float
     memory_back_ms: float | None
     memory_back_bytes: int
+    memory_back_seen: str
     backend: str
     wrapper: str
     tokens_reused: list[int]
@@ -108,7 +109,7 @@ def run_demo(config: DemoConfig, say: Say) -> DemoResult:
         engine_a = stack.enter_context(EngineProcess("A"))
         socket = pathlib.Path(folder) / "server.sock"
         server = stack.enter_context(ServerProcess(socket, _pool_bytes(config), config.device, config.timeout_s))
-        first = _run_engine_a(config, engine_a, server.url, prompt, say)
+        first = _run_engine_a(config, engine_a, server, prompt, say)
         second = _run_engine_b(config, server.url, prompt, other, say)
     return DemoResult(
         **first,
@@ -119,18 +120,19 @@ def run_demo(config: DemoConfig, say: Say) -> DemoResult:
     )
 
 
-def _run_engine_a(config: DemoConfig, engine: EngineProcess, url: str, prompt: list[int], say: Say) -> dict[str, Any]:
+def _run_engine_a(
+    config: DemoConfig, engine: EngineProcess, server: ServerProcess, prompt: list[int], say: Say
+) -> dict[str, Any]:
     """Engine A's life and death, as fields of the result."""
-    probe = probe_for(config.device)
     say("engine A: loading the model, registering its KV cache")
-    ready = engine.call(Init(engine=config.engine(), engine_id="A", server=url), config.timeout_s)
+    ready = engine.call(Init(engine=config.engine(), engine_id="A", server=server.url), config.timeout_s)
     say(f"engine A: computing {len(prompt)} tokens")
     prefill = engine.call(Prefill(tokens=prompt), config.timeout_s)
     say("engine A: storing their KV")
     store = engine.call(Store(request=prefill["request"]), config.timeout_s)
     say("engine A: SIGKILL")
-    held = probe.held_bytes(engine.pid, ready["device_bytes"])
-    back = measure_memory_back(probe, engine.send_kill, held)
+    held = find_held(config.device, (engine.pid, server.pid), ready["device_bytes"])
+    back = measure_memory_back(held, engine.send_kill)
     engine.kill()
     return {
         "engine_a_prefill_ms": prefill["ms"],
@@ -138,6 +140,7 @@ def _run_engine_a(config: DemoConfig, engine: EngineProcess, url: str, prompt: l
         "wrapper": wrapper_kind(config.device),
         "memory_back_ms": back.ms,
         "memory_back_bytes": back.num_bytes,
+        "memory_back_seen": back.seen,
     }
 
 
