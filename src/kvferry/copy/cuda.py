@@ -73,17 +73,16 @@ class CudaCopier:
         kernel = self._ready()
         steps = cut_steps(batches_of(runs), buffer_bytes=self._half_bytes, max_pieces=MAX_PIECES, growing=gather)
         done = 0
-        # The context stays current throughout, so that the calls inside need not look for it.
-        with bound(self.device), ExitStack() as drained:
+        with bound(self.device) as drv, ExitStack() as drained:
             for half in self._halves:
                 drained.callback(half.drain)
             for index, step in enumerate(steps):
                 check_cancelled(cancelled, done)
                 half = self._halves[index % 2]
                 if gather:
-                    half.gather(step, kernel)
+                    half.gather(drv, step, kernel)
                 else:
-                    half.scatter(step, kernel)
+                    half.scatter(drv, step, kernel)
                 done += int(step.pieces.nbytes.sum())
 
     def _ready(self) -> Function:
@@ -96,8 +95,9 @@ class CudaCopier:
                 halves.append(StagingHalf(self.device, self._half_bytes, max_ctas=self._max_ctas))
                 undo.callback(halves[-1].close)
             kernel = module.function("copy_runs")
-            for half in halves:
-                half.warm(kernel)
+            with bound(self.device) as drv:
+                for half in halves:
+                    half.warm(drv, kernel)
             self._undo = undo.pop_all()
         self._kernel, self._halves = kernel, tuple(halves)
         return kernel

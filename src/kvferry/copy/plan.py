@@ -5,6 +5,8 @@ A flat chunk holds its blocks plane by plane: all blocks of the chunk of plane 0
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -50,7 +52,9 @@ def plan_batches(
     """
     plan = _Plan.of(layout, bases, block_ids, flat_addresses, skip_blocks)
     step = max(1, _BATCH_BYTES // max(1, plan.chunk_bytes))
-    return (plan.runs(start, start + step) for start in range(0, len(plan.flats), step))
+    # The first batch is one chunk, so that the copy begins at once.
+    bounds = [0, *range(1, len(plan.flats), step), len(plan.flats)]
+    return (plan.runs(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop)
 
 
 class _Plan(NamedTuple):
@@ -67,8 +71,7 @@ class _Plan(NamedTuple):
     ) -> _Plan:
         flats = np.asarray(flat_addresses, dtype=np.int64)
         ids = _checked_ids(layout.num_blocks, block_ids, len(flats), skip_blocks)
-        rows = np.array([(p.storage, p.offset, p.stride, p.length) for p in layout.planes], dtype=np.int64)
-        storages, offsets, strides, lengths = rows.T
+        storages, offsets, strides, lengths = _columns(layout)
         places = ids.shape[1] * (np.cumsum(lengths) - lengths)
         planes = np.stack((np.asarray(bases, dtype=np.int64)[storages] + offsets, strides, lengths, places))
         order = np.argsort(flats, kind="stable")
@@ -98,13 +101,24 @@ class _Plan(NamedTuple):
 
 def split_runs(runs: Runs, limit: int) -> Runs:
     """The same runs, those of more than `limit` bytes cut into pieces of at most `limit`."""
-    pieces = -(-runs.nbytes // limit)
-    if not len(pieces) or int(pieces.max()) <= 1:
+    if not len(runs.nbytes) or int(runs.nbytes.max()) <= limit:
         return runs
-    firsts = np.cumsum(pieces) - pieces
-    within = (np.arange(int(pieces.sum())) - np.repeat(firsts, pieces)) * limit
-    rest = np.repeat(runs.nbytes, pieces) - within
-    return Runs(np.repeat(runs.paged, pieces) + within, np.repeat(runs.flat, pieces) + within, np.minimum(rest, limit))
+    pieces = -(-runs.nbytes // limit)
+    ends = np.cumsum(pieces)
+    origin = np.repeat(np.arange(len(pieces)), pieces)
+    within = (np.arange(int(ends[-1])) - (ends - pieces)[origin]) * limit
+    return Runs(
+        runs.paged[origin] + within, runs.flat[origin] + within, np.minimum(runs.nbytes[origin] - within, limit)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _columns(layout: KVLayout) -> Int64s:
+    """Storages, offsets, strides and lengths of the planes; kept, since every copy asks for them."""
+    rows = [(plane.storage, plane.offset, plane.stride, plane.length) for plane in layout.planes]
+    columns = np.ascontiguousarray(np.array(rows, dtype=np.int64).T)
+    columns.setflags(write=False)
+    return columns
 
 
 def _checked_ids(num_blocks: int, block_ids: Integers, num_chunks: int, skip_blocks: int) -> Int64s:
@@ -126,9 +140,9 @@ def _checked_ids(num_blocks: int, block_ids: Integers, num_chunks: int, skip_blo
 
 
 def _check_apart(flats: Int64s, chunk_bytes: int) -> None:
-    near = np.flatnonzero(np.diff(flats) < chunk_bytes)
-    if len(near):
-        first, second = flats[near[0]], flats[near[0] + 1]
+    near = flats[1:] - flats[:-1] < chunk_bytes
+    if near.any():
+        first, second = flats[int(near.argmax()) :][:2]
         raise ValueError(f"flat chunks at {first} and {second} overlap: a chunk has {chunk_bytes} bytes")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from kvferry.copy.plan import Int64s
 from kvferry.copy.steps import Step
 from kvferry.cuda.device import bound
+from kvferry.cuda.driver import Driver
 from kvferry.cuda.memory import host_device_pointer, register_host, unregister_host
 from kvferry.cuda.nvrtc import Function
 from kvferry.cuda.stream import Event, Stream
@@ -23,7 +24,10 @@ _WARPS = _THREADS // 32
 
 
 class StagingHalf:
-    """Runs one step at a time. All work of a half is in one stream, so its buffer is reused in stream order."""
+    """Runs one step at a time. All work of a half is in one stream, so its buffer is reused in stream order.
+
+    Methods that take the driver want the device's context to be current.
+    """
 
     def __init__(self, device: int, nbytes: int, *, max_ctas: int) -> None:
         self.device = device
@@ -44,24 +48,22 @@ class StagingHalf:
             self._table_on_device = host_device_pointer(address, device=device)
             self._undo = undo.pop_all()
 
-    def warm(self, kernel: Function) -> None:
+    def warm(self, drv: Driver, kernel: Function) -> None:
         """Run the kernel once, on nothing."""
-        self._start(kernel, 1, 0)
-        self._event.synchronize()
+        self._start(drv, kernel, ctas=1, count=0)
+        drv.event_synchronize(self._event.handle)
 
-    def gather(self, step: Step, kernel: Function) -> None:
+    def gather(self, drv: Driver, step: Step, kernel: Function) -> None:
         """Put paged memory -> buffer -> flat memory into the stream; waits for the half's last kernel only."""
-        self._launch(step, kernel, sources=step.pieces.paged, targets=step.staged + self._buffer)
-        with bound(self.device) as drv:
-            for flat, staged, nbytes in step.ranges:
-                drv.memcpy_async(flat, self._buffer + staged, nbytes, self._stream.handle)
+        self._launch(drv, step, kernel, sources=step.pieces.paged, targets=step.staged + self._buffer)
+        for flat, staged, nbytes in step.ranges:
+            drv.memcpy_async(flat, self._buffer + staged, nbytes, self._stream.handle)
 
-    def scatter(self, step: Step, kernel: Function) -> None:
+    def scatter(self, drv: Driver, step: Step, kernel: Function) -> None:
         """Put flat memory -> buffer -> paged memory into the stream; waits for the half's last kernel only."""
-        with bound(self.device) as drv:
-            for flat, staged, nbytes in step.ranges:
-                drv.memcpy_async(self._buffer + staged, flat, nbytes, self._stream.handle)
-        self._launch(step, kernel, sources=step.staged + self._buffer, targets=step.pieces.paged)
+        for flat, staged, nbytes in step.ranges:
+            drv.memcpy_async(self._buffer + staged, flat, nbytes, self._stream.handle)
+        self._launch(drv, step, kernel, sources=step.staged + self._buffer, targets=step.pieces.paged)
 
     def drain(self) -> None:
         """Wait until nothing of this half is under way."""
@@ -72,20 +74,19 @@ class StagingHalf:
         """Give everything back, once drained; idempotent."""
         self._undo.close()
 
-    def _launch(self, step: Step, kernel: Function, *, sources: Int64s, targets: Int64s) -> None:
+    def _launch(self, drv: Driver, step: Step, kernel: Function, *, sources: Int64s, targets: Int64s) -> None:
         count = len(step.staged)
         assert count <= MAX_PIECES
-        self._event.synchronize()
+        drv.event_synchronize(self._event.handle)
         self._table[:count, 0] = sources
         self._table[:count, 1] = targets
         self._table[:count, 2] = step.pieces.nbytes
-        ctas = min(self._max_ctas, -(-count // _WARPS))
-        self._start(kernel, ctas, count)
+        self._start(drv, kernel, ctas=min(self._max_ctas, -(-count // _WARPS)), count=count)
 
-    def _start(self, kernel: Function, ctas: int, count: int) -> None:
+    def _start(self, drv: Driver, kernel: Function, *, ctas: int, count: int) -> None:
         arguments = (ctypes.c_uint64(self._table_on_device), ctypes.c_uint32(count))
         kernel.launch((ctas, 1, 1), (_THREADS, 1, 1), stream=self._stream.handle, args=arguments)
-        self._event.record(self._stream.handle)
+        drv.event_record(self._event.handle, self._stream.handle)
 
     def _free_buffer(self) -> None:
         with bound(self.device) as drv:

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvferry.copy.plan import Int64s, Runs, split_runs
 
-PIECE_BYTES = 16 << 10
-_FIRST_STEP_BYTES = 2 << 20
+PIECE_BYTES = 32 << 10
+_FIRST_STEP_BYTES = 4 << 20
 
 
 class Step(NamedTuple):
@@ -75,9 +75,11 @@ def _step(runs: Runs, skipped: int, nbytes: int) -> Step:
     sizes[-1] -= int(sizes.sum()) - nbytes
     pieces = split_runs(Runs(paged, flat, sizes), PIECE_BYTES)
     staged = np.cumsum(pieces.nbytes) - pieces.nbytes
-    gaps = np.flatnonzero(flat[1:] != flat[:-1] + sizes[:-1]) + 1
-    heads = np.concatenate(([0], gaps))
+    joined = flat[1:] == flat[:-1] + sizes[:-1]
+    if joined.all():
+        return Step(pieces, staged, [(int(flat[0]), 0, nbytes)])
+    heads = np.append(True, ~joined)
     bytes_before = (np.cumsum(sizes) - sizes)[heads]
-    lengths = np.diff(np.append(bytes_before, nbytes))
+    lengths = np.append(bytes_before[1:], nbytes) - bytes_before
     ranges = list(zip(flat[heads].tolist(), bytes_before.tolist(), lengths.tolist(), strict=True))
     return Step(pieces, staged, ranges)

@@ -22,6 +22,7 @@ from kvferry.errors import LayoutError
 BLOCK_AXIS = "B"
 MAX_PLANES = 65_536
 _MAX_BYTES = 1 << 62
+_MAX_PAIRED = 4096  # planes that are compared one by one
 
 
 class Axis(NamedTuple):
@@ -196,6 +197,8 @@ def _check_disjoint(planes: Sequence[Plane], num_blocks: int) -> None:
                 "layout is not known"
             )
         if num_blocks == 1 or not _apart_on_circle(offsets[rows], lengths[rows], int(strides[rows[0]])):
+            if len(rows) > _MAX_PAIRED:
+                raise LayoutError(f"{len(rows)} planes interleave in a way that cannot be shown to keep them apart")
             _check_pairs([ordered[row] for row in rows], num_blocks)
 
 
