@@ -111,6 +111,7 @@ def _send(link: Link, talk: Conversation, registration: Registration, timeout_s:
             num_event_fds=len(event_fds),
         )
         link.send(message, timeout_s)
+        talk.receive(FdAck, timeout_s)
         for start in range(0, len(slots), MAX_FDS_A_BATCH):
             batch = slots[start : start + MAX_FDS_A_BATCH]
             fds: list[int] = []

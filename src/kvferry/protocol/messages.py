@@ -58,8 +58,8 @@ class Welcome(Message, frozen=True):
 class Register(Message, frozen=True):
     """A rank gives its KV cache: `layout` over the storages that `wrappers` describe, one device for all.
 
-    Then come `num_fds` descriptors of the wrappers and `num_event_fds` of the events, in that order, in FdBatch frames
-    of which each is acknowledged before the next. Each storage starts with a nonce at that time (see Proof).
+    Once that is acknowledged come `num_fds` descriptors of the wrappers and `num_event_fds` of the events, in that
+    order, in FdBatch frames of which each is acknowledged before the next. Each storage starts with a nonce at that time (see Proof).
     """
 
     seq: Seq

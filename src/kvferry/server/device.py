@@ -7,7 +7,7 @@ from typing import Protocol
 
 from kvferry.copy import Copier, HostCopier
 
-_POPULATE_BYTES = 32 << 20
+_POPULATE_BYTES = 8 << 20
 
 
 class Device(Protocol):
@@ -41,6 +41,7 @@ class HostDevice:
 
     def __init__(self) -> None:
         self.copier: Copier = HostCopier()
+        self.copier.warm()
 
     def prepare(self, address: int, nbytes: int) -> None:
         """Touch the memory, so that no copy has to wait for pages."""

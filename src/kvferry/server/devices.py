@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.cuda.device import device_uuid
+from kvferry.cuda.driver import driver, load_driver
 from kvferry.server.device import HostDevice
+from kvferry.server.device_cuda import CudaDevice
 from kvferry.server.workers import HOST, MakeDevice
 
 
@@ -19,4 +22,8 @@ class Devices:
 
 def choose_devices(device: str) -> Devices:
     """The devices for a `ServerConfig.device`. Raises CudaUnavailableError where "cuda" is asked for and not there."""
-    return Devices(lambda _: HostDevice(), None, HOST)
+    if device == "cuda":
+        driver()
+    if device == "cpu" or load_driver() is None:
+        return Devices(lambda _: HostDevice(), None, HOST)
+    return Devices(lambda _: HostDevice(), CudaDevice, device_uuid(0))

@@ -35,6 +35,6 @@ _CODES: tuple[tuple[type[Exception], str], ...] = (
 def failure_of(error: Exception) -> Failure:
     """What to tell a client about an error."""
     if isinstance(error, RequestError):
-        return Failure(error.code, str(error))
+        return Failure(error.code, str(error).removesuffix(f" [{error.code}]"))
     code = next((code for kind, code in _CODES if isinstance(error, kind)), "internal")
     return Failure(code, str(error) or type(error).__name__)

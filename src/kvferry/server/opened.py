@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 
-from kvferry.copy import Runs, plan_runs
+from kvferry.copy import Runs, plan_batches
 from kvferry.errors import BlockIdError, KVFerryError, LayoutError, WireError
 from kvferry.ipc.events import PeerEvents, open_events
 from kvferry.ipc.wire import decode_descriptors, fd_slots
@@ -70,14 +70,14 @@ class OpenedCache:
             self.events = open_events(self._events_data, fds)
         return tuple(tensor[:NONCE_BYTES].cpu().numpy().tobytes() for tensor in self._tensors)
 
-    def plan(self, task: CopyTask, pool_address: int, *, start: int, stop: int) -> Runs:
-        """The runs of chunks `start` to `stop` of a task. Raises BlockIdError."""
+    def plan(self, task: CopyTask, pool_address: int, *, start: int, stop: int) -> Iterator[Runs]:
+        """The runs of chunks `start` to `stop` of a task, in batches. Raises BlockIdError."""
         ids = np.frombuffer(task.block_ids, dtype="<i4")
         per_chunk = len(ids) // len(task.offsets)
         flat = np.asarray(task.offsets[start:stop], dtype=np.int64) + pool_address
         part = ids[start * per_chunk : stop * per_chunk].astype(np.int64)
         skip = min(max(task.skip_blocks - start * per_chunk, 0), len(part))
-        return plan_runs(self.layout, self._bases, part, flat, skip)
+        return plan_batches(self.layout, self._bases, part, flat, skip)
 
     def check_blocks(self, task: CopyTask) -> None:
         """Raise BlockIdError unless all blocks of a task are there and no block is named twice."""

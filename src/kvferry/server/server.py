@@ -59,6 +59,7 @@ class CacheServer:
         self._failure: str | None = None
         self._stop_by: float | None = None
         self._accept_at = 0.0
+        self._given_back = False
         self._stopped = threading.Event()
         self._loop: Loop[Completion | _Stop] = Loop(self._on_item, self._on_tick)
         self._close = contextlib.ExitStack()
@@ -107,7 +108,7 @@ class CacheServer:
 
         Raises DeadlineError where a thread does not end in time.
         """
-        if self._thread is None:
+        if self._thread is None or self._given_back:
             return
         self._loop.post(_Stop())
         self._thread.join(_STOP_S)
@@ -116,6 +117,7 @@ class CacheServer:
         late = self._state.workers.stop(_STOP_S)
         if late:
             raise late[0]  # a worker may still use the memory, so that is kept
+        self._given_back = True
         self._close.close()
 
     def serve_forever(self) -> None:

@@ -158,6 +158,7 @@ class DeviceWorker:
         except KVFerryError as error:
             self._post(CacheOpened(task.cache_id, failure=failure_of(error)))
             return
+        self._post(FdsTaken(task.cache_id, 0))
         self._finish_if_complete(task.cache_id)
 
     def _take_fds(self, task: FdsTask) -> None:

@@ -1,0 +1,50 @@
+"""A GPU as a worker's device."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from kvferry.copy import Copier
+from kvferry.copy.cuda import CudaCopier
+from kvferry.cuda.device import ordinal_of
+from kvferry.cuda.memory import register_host, unregister_host
+from kvferry.errors import CudaError
+
+# After these the context is lost: illegal address, launch and hardware faults, assertions, and "unknown".
+_FATAL_CODES = frozenset({700, 702, 710, 713, 714, 715, 716, 717, 718, 719, 721, 999})
+
+
+class CudaDevice:
+    """The GPU with this UUID: engines whose KV cache is on it.
+
+    Raises UnknownDeviceError where it is not visible here, CudaError where it cannot be used.
+    """
+
+    step_bytes = 1 << 30
+    prepare_bytes = 1 << 40  # a piece is pinned at once
+
+    def __init__(self, device_uuid: str) -> None:
+        self._ordinal = ordinal_of(device_uuid)
+        self._undo = ExitStack()
+        self.name = device_uuid
+        copier = CudaCopier(self._ordinal)
+        self._undo.callback(copier.close)
+        try:
+            copier.warm()
+        except CudaError:
+            self.close()
+            raise
+        self.copier: Copier = copier
+
+    def prepare(self, address: int, nbytes: int) -> None:
+        """Pin the memory, for this and all other GPUs; about half a second a GiB."""
+        register_host(address, nbytes, device=self._ordinal)
+        self._undo.callback(unregister_host, address, device=self._ordinal)
+
+    def is_fatal(self, error: Exception) -> bool:
+        """Whether the device's context is lost."""
+        return isinstance(error, CudaError) and error.code in _FATAL_CODES
+
+    def close(self) -> None:
+        """Unpin the memory and give the staging back; idempotent."""
+        self._undo.close()
