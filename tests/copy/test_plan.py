@@ -18,7 +18,7 @@ from kvferry.layout import Plane
 
 def follow(runs: Runs, memory: Bytes, *, gather: bool) -> None:
     """Do the runs within one array, its indices taken for addresses."""
-    for paged, flat, nbytes in zip(*(column.tolist() for column in runs), strict=True):
+    for paged, flat, nbytes, _ in zip(*(column.tolist() for column in runs), strict=True):
         if gather:
             memory[flat : flat + nbytes] = memory[paged : paged + nbytes]
         else:
@@ -71,7 +71,9 @@ def test_runs_are_ordered_by_flat_and_joined() -> None:
     assert runs.paged.tolist() == [1048, 1848, 1032, 1832, 1000, 1016, 1800, 1816]
     assert runs.nbytes.tolist() == [16, 16, 16, 16, 8, 8, 8, 8]
     whole = plan_runs(layout_of([Plane(0, 0, 8, 8)], 100), [0], list(range(100)), [5000 + 80 * at for at in range(10)])
-    assert [column.tolist() for column in whole] == [[0], [5000], [800]]
+    assert whole.flat.tolist() == [5000 + 80 * at for at in range(10)], "joined within a chunk, never across"
+    assert whole.nbytes.tolist() == [80] * 10
+    assert whole.chunk.tolist() == list(range(10))
 
 
 @pytest.mark.parametrize("skip", [0, 5])
@@ -135,16 +137,17 @@ def test_blocks_of_many_tokens_and_tails() -> None:
 @given(st.lists(st.integers(1, 3 * PIECE_BYTES), max_size=30), st.integers(1, 2 * PIECE_BYTES))
 def test_split_runs_keeps_every_byte(sizes: list[int], limit: int) -> None:
     nbytes = np.array(sizes, dtype=np.int64)
-    runs = Runs(np.cumsum(nbytes) * 2, np.cumsum(nbytes) * 3, nbytes)
+    runs = Runs(np.cumsum(nbytes) * 2, np.cumsum(nbytes) * 3, nbytes, np.arange(len(nbytes)))
     pieces = split_runs(runs, limit)
     assert pieces.nbytes.max(initial=1) <= limit
-    again = [(p, f, n) for p, f, n in zip(*(c.tolist() for c in pieces), strict=True)]
-    joined: list[tuple[int, int, int]] = []
-    for paged, flat, size in again:
-        if joined and joined[-1][0] + joined[-1][2] == paged and joined[-1][1] + joined[-1][2] == flat:
-            joined[-1] = (*joined[-1][:2], joined[-1][2] + size)
+    joined: list[tuple[int, int, int, int]] = []
+    for paged, flat, size, chunk in zip(*(column.tolist() for column in pieces), strict=True):
+        before = joined[-1] if joined else (0, 0, 0, -1)
+        if before[3] == chunk:
+            assert (before[0] + before[2], before[1] + before[2]) == (paged, flat)
+            joined[-1] = (before[0], before[1], before[2] + size, chunk)
         else:
-            joined.append((paged, flat, size))
+            joined.append((paged, flat, size, chunk))
     assert joined == list(zip(*(column.tolist() for column in runs), strict=True))
 
 
@@ -163,7 +166,8 @@ def test_steps_hold_every_byte_in_order(
     flat = np.cumsum(nbytes + gaps) - nbytes
     paged = np.cumsum(nbytes) * 2
     max_pieces = spare + -(-buffer_bytes // PIECE_BYTES)
-    whole = Runs(paged, flat, nbytes)
+    chunk = np.arange(len(sizes)) // 2
+    whole = Runs(paged, flat, nbytes, chunk)
     batches = [Runs(*(column[at : at + 9] for column in whole)) for at in range(0, len(sizes), 9)]
     moved: list[tuple[int, int]] = []
     for step in cut_steps(batches, buffer_bytes=buffer_bytes, max_pieces=max_pieces, growing=growing):
@@ -171,6 +175,8 @@ def test_steps_hold_every_byte_in_order(
         assert int(step.pieces.nbytes.sum()) <= buffer_bytes
         at: dict[int, int] = {}
         for flat_at, staged, size in step.ranges:
+            inside = (flat >= flat_at) & (flat < flat_at + size)
+            assert len(set(chunk[inside].tolist())) <= 1
             at.update(zip(range(staged, staged + size), range(flat_at, flat_at + size), strict=True))
         for source, staged, size in zip(
             step.pieces.paged.tolist(), step.staged.tolist(), step.pieces.nbytes.tolist(), strict=True

@@ -22,11 +22,16 @@ _BATCH_BYTES = 64 << 20
 
 
 class Runs(NamedTuple):
-    """Byte runs, in the order of their flat addresses: `nbytes[i]` bytes at address `paged[i]` and at `flat[i]`."""
+    """Byte runs, in the order of their flat addresses: `nbytes[i]` bytes at address `paged[i]` and at `flat[i]`.
+
+    Run `i` belongs to the flat chunk number `chunk[i]`. No run reaches into another chunk, nor may a copy of several
+    runs at once: neighbouring chunks can lie in memory that was pinned in separate pieces.
+    """
 
     paged: Int64s
     flat: Int64s
     nbytes: Int64s
+    chunk: Int64s
 
 
 def plan_runs(
@@ -35,7 +40,7 @@ def plan_runs(
     """The runs of `len(flat_addresses)` chunks, whose blocks are `block_ids`, equally many a chunk.
 
     `bases` are the addresses of the storages, by number; `flat_addresses` those of the chunks. The first `skip_blocks`
-    blocks are left out: their bytes are neither read nor written. Runs that touch on both sides are joined.
+    blocks are left out: their bytes are neither read nor written. Runs of a chunk that touch on both sides are joined.
 
     Raises BlockIdError for ids outside the cache, used twice, or not the same number for each chunk.
     """
@@ -93,10 +98,12 @@ class _Plan(NamedTuple):
         paged = (ids[:, :, None] * strides + addresses).transpose(0, 2, 1)
         flat = flats[:, None, None] + (places[:, None] + np.arange(ids.shape[1]) * lengths[:, None])
         nbytes = np.broadcast_to(lengths[:, None], paged.shape)
+        chunk = np.broadcast_to(np.arange(start, start + len(flats))[:, None, None], paged.shape)
+        columns = (paged, flat, nbytes, chunk)
         if self.kept is None:
-            return _joined(paged.ravel(), flat.ravel(), nbytes.ravel())
+            return _joined(Runs(*(column.ravel() for column in columns)))
         kept = np.broadcast_to(self.kept[start:stop, None, :], paged.shape)
-        return _joined(paged[kept], flat[kept], nbytes[kept])
+        return _joined(Runs(*(column[kept] for column in columns)))
 
 
 def split_runs(runs: Runs, limit: int) -> Runs:
@@ -108,7 +115,10 @@ def split_runs(runs: Runs, limit: int) -> Runs:
     origin = np.repeat(np.arange(len(pieces)), pieces)
     within = (np.arange(int(ends[-1])) - (ends - pieces)[origin]) * limit
     return Runs(
-        runs.paged[origin] + within, runs.flat[origin] + within, np.minimum(runs.nbytes[origin] - within, limit)
+        paged=runs.paged[origin] + within,
+        flat=runs.flat[origin] + within,
+        nbytes=np.minimum(runs.nbytes[origin] - within, limit),
+        chunk=runs.chunk[origin],
     )
 
 
@@ -146,11 +156,13 @@ def _check_apart(flats: Int64s, chunk_bytes: int) -> None:
         raise ValueError(f"flat chunks at {first} and {second} overlap: a chunk has {chunk_bytes} bytes")
 
 
-def _joined(paged: Int64s, flat: Int64s, nbytes: Int64s) -> Runs:
+def _joined(runs: Runs) -> Runs:
+    paged, flat, nbytes, chunk = runs
     touch = (paged[1:] == paged[:-1] + nbytes[:-1]) & (flat[1:] == flat[:-1] + nbytes[:-1])
     if not touch.any():
-        return Runs(paged, flat, nbytes)
+        return runs
+    touch &= chunk[1:] == chunk[:-1]
     first = np.append(True, ~touch)
     last = np.append(~touch, True)
-    flat_starts = flat[first]
-    return Runs(paged[first], flat_starts, flat[last] + nbytes[last] - flat_starts)
+    starts = flat[first]
+    return Runs(paged[first], starts, flat[last] + nbytes[last] - starts, chunk[first])

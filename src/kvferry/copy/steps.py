@@ -17,7 +17,7 @@ class Step(NamedTuple):
     """One staging buffer's worth of a copy.
 
     `pieces` are runs of at most `PIECE_BYTES`; piece `i` lies at byte `staged[i]` of the buffer. `ranges` are the same
-    bytes as (flat address, byte of the buffer, number of bytes), each as long as the flat side goes on without a gap.
+    bytes as (flat address, byte of the buffer, number of bytes), each within one chunk.
     """
 
     pieces: Runs
@@ -73,9 +73,9 @@ def _step(runs: Runs, skipped: int, nbytes: int) -> Step:
     flat[0] += skipped
     sizes[0] -= skipped
     sizes[-1] -= int(sizes.sum()) - nbytes
-    pieces = split_runs(Runs(paged, flat, sizes), PIECE_BYTES)
+    pieces = split_runs(Runs(paged, flat, sizes, runs.chunk), PIECE_BYTES)
     staged = np.cumsum(pieces.nbytes) - pieces.nbytes
-    joined = flat[1:] == flat[:-1] + sizes[:-1]
+    joined = (flat[1:] == flat[:-1] + sizes[:-1]) & (runs.chunk[1:] == runs.chunk[:-1])
     if joined.all():
         return Step(pieces, staged, [(int(flat[0]), 0, nbytes)])
     heads = np.append(True, ~joined)
