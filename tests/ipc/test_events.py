@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,14 +10,11 @@ import pytest
 
 from doubles.event_side import EventChild, EventSide
 from doubles.fake_cuda import FakeDriver, installed
+from doubles.host_files import count_fds
 from kvferry.errors import CudaError, DeadlineError, ShareError, WireError
 from kvferry.ipc.events import Ticket, encode_events, make_event_ring, open_events
 from kvferry.ipc.events.tickets import SlotPool
 from kvferry.ipc.table import process_table
-
-
-def _count_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture
@@ -132,7 +128,7 @@ def test_a_ticket_has_a_sane_slot_and_value(slot: int, value: int) -> None:
 
 
 def test_host_events_in_one_process() -> None:
-    before = _count_fds()
+    before = count_fds()
     with make_event_ring(None, False, 4) as ring, open_events(*encode_events(ring)) as events:
         assert not events.query(Ticket(0, 1))
         ticket = ring.record()
@@ -157,7 +153,7 @@ def test_host_events_in_one_process() -> None:
     events.close()
     del ring, events
     process_table().mappings.drain()
-    assert _count_fds() == before
+    assert count_fds() == before
 
 
 def test_close_wakes_a_waiter() -> None:
@@ -283,7 +279,7 @@ def test_a_record_that_fails_gives_its_slot_back(fake: FakeDriver, isolated: boo
 
 
 def test_a_ring_that_cannot_be_made_leaves_nothing(fake: FakeDriver) -> None:
-    before = _count_fds()
+    before = count_fds()
     fake.fake.failures["cuEventCreate"] = [0, 0, 2]
     with pytest.raises(CudaError):
         make_event_ring(0, False, 4)
@@ -291,4 +287,4 @@ def test_a_ring_that_cannot_be_made_leaves_nothing(fake: FakeDriver) -> None:
     fake.fake.failures["cuMemHostRegister_v2"] = [2]
     with pytest.raises(CudaError):
         make_event_ring(0, True, 4)
-    assert _count_fds() == before
+    assert count_fds() == before

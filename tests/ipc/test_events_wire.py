@@ -12,15 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from doubles.host_files import count_fds
 from kvferry.errors import KVFerryError, WireError
 from kvferry.ipc import wire
 from kvferry.ipc.events import encode_events, make_event_ring, open_event_ring, open_events
 from kvferry.ipc.host import HostIPCWrapper
 from kvferry.ipc.shared_memory import allocate_shared
-
-
-def _count_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def _good(slots: int = 2) -> tuple[bytes, list[int]]:
@@ -79,20 +76,20 @@ def _bad() -> dict[str, bytes]:
 @pytest.mark.parametrize("name", list(_bad()))
 def test_bad_bytes_are_one_error_and_leave_no_descriptor(name: str) -> None:
     data = _bad()[name]
-    before = _count_fds()
+    before = count_fds()
     with pytest.raises(WireError):
         open_events(data, [os.open("/dev/null", os.O_RDONLY)])
-    assert _count_fds() == before
+    assert count_fds() == before
 
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_wrong_number_of_descriptors(number: int) -> None:
-    before = _count_fds()
+    before = count_fds()
     data, fds = _good()
     wire.close_fds(fds)
     with pytest.raises(WireError, match=f"needs 1 file descriptors, {number} came"):
         open_events(data, [os.open("/dev/null", os.O_RDONLY) for _ in range(number)])
-    assert _count_fds() == before
+    assert count_fds() == before
 
 
 def test_a_ring_for_the_other_end_is_refused() -> None:
@@ -110,11 +107,11 @@ def test_any_changed_bytes_are_refused_or_opened_and_leave_no_descriptor(data: s
     changed = bytearray(_GOOD[0])
     for position in data.draw(st.lists(st.integers(0, len(changed) - 1), min_size=1, max_size=4)):
         changed[position] = data.draw(st.integers(0, 255))
-    before = _count_fds()
+    before = count_fds()
     try:
         events = open_events(bytes(changed), [os.dup(_GOOD[1][0])])
     except KVFerryError:  # a good descriptor may meet a wrong file, or there is no driver
         pass
     else:
         events.close()
-    assert _count_fds() == before
+    assert count_fds() == before

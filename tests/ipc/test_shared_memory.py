@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 
+from doubles.host_files import count_fds
 from kvferry.errors import ShareError, UnsupportedMemoryError
 from kvferry.ipc.shared_memory import (
     F_GET_SEALS,
@@ -21,10 +22,6 @@ from kvferry.ipc.shared_memory import (
     find_segment,
     rehome,
 )
-
-
-def _count_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def _is_mapped(address: int) -> bool:
@@ -50,14 +47,14 @@ def test_a_segment_of_no_bytes_is_refused(nbytes: int) -> None:
 
 
 def test_a_segment_that_cannot_be_had_is_a_share_error_and_leaves_no_descriptor() -> None:
-    before = _count_fds()
+    before = count_fds()
     with pytest.raises(ShareError, match="shared"):
         Segment(1 << 61)
-    assert _count_fds() == before
+    assert count_fds() == before
 
 
 def test_the_last_view_keeps_the_memory_and_then_it_is_unmapped() -> None:
-    before = _count_fds()
+    before = count_fds()
     segment = Segment(8192)
     address = segment.address
     view = segment.tensor(4096, 16).view(torch.int32)[1:3]
@@ -72,7 +69,7 @@ def test_the_last_view_keeps_the_memory_and_then_it_is_unmapped() -> None:
     del view
     gc.collect()
     assert not _is_mapped(address)
-    assert _count_fds() == before
+    assert count_fds() == before
     assert find_segment(address, 1) is None
 
 

@@ -12,16 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from doubles.host_files import count_fds
 from kvferry.errors import KVFerryError, ShareError, WireError
 from kvferry.ipc import wire
 from kvferry.ipc.host import HostIPCWrapper
 from kvferry.ipc.shared_memory import allocate_shared
 from kvferry.ipc.table import process_table
 from kvferry.ipc.wrapper import DeviceIPCWrapper
-
-
-def _count_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def _exported(number: int = 3) -> list[DeviceIPCWrapper]:
@@ -134,10 +131,10 @@ def _bad_messages() -> dict[str, Any]:
 @pytest.mark.parametrize("name", list(_bad_messages()))
 def test_bad_bytes_are_one_error_and_open_nothing(name: str) -> None:
     data = _bad_messages()[name]
-    before, opens = _count_fds(), process_table().mappings.stats().opens
+    before, opens = count_fds(), process_table().mappings.stats().opens
     with pytest.raises(WireError):
         wire.decode(data, _spare_fds(1))
-    assert _count_fds() == before
+    assert count_fds() == before
     assert process_table().mappings.stats().opens == opens
 
 
@@ -162,37 +159,37 @@ def test_too_large_messages_are_not_looked_at() -> None:
 @pytest.mark.parametrize("change", [-3, -1, 1, 5])
 def test_a_wrong_number_of_descriptors_is_refused_and_all_are_closed(change: int) -> None:
     wrappers = _exported()
-    before = _count_fds()
+    before = count_fds()
     data, fds = wire.encode(wrappers)
     for _ in range(-change):
         os.close(fds.pop())
     with pytest.raises(WireError, match=f"needs 3 file descriptors, {3 + change} came"):
         wire.decode(data, fds + _spare_fds(change))
-    assert _count_fds() == before
+    assert count_fds() == before
     for wrapper in wrappers:
         wrapper.close()
 
 
 def test_the_same_descriptor_twice_is_refused_and_closed_once() -> None:
     [wrapper] = _exported(1)
-    before = _count_fds()
+    before = count_fds()
     data = wire.encode_descriptors([wrapper, wrapper])
     fd = wrapper.export_fd(0)
     with pytest.raises(WireError, match="twice"):
         wire.decode(data, [fd, fd])
-    assert _count_fds() == before
+    assert count_fds() == before
     wrapper.close()
 
 
 def test_a_wrong_descriptor_in_the_middle_undoes_all() -> None:
     wrappers = _exported()
-    before = _count_fds()
+    before = count_fds()
     data, fds = wire.encode(wrappers)
     os.close(fds[1])
     fds[1] = _spare_fds(1)[0]
     with pytest.raises(ShareError, match="not a memory file"):
         wire.decode(data, fds)
-    assert _count_fds() == before
+    assert count_fds() == before
     for wrapper in wrappers:
         wrapper.close()
 
@@ -200,10 +197,10 @@ def test_a_wrong_descriptor_in_the_middle_undoes_all() -> None:
 def test_an_export_that_fails_in_the_middle_closes_what_was_made() -> None:
     wrappers = _exported()
     wrappers[2].close()
-    before = _count_fds()
+    before = count_fds()
     with pytest.raises(IndexError):
         wire.encode(wrappers)
-    assert _count_fds() == before
+    assert count_fds() == before
     for wrapper in wrappers:
         wrapper.close()
 
@@ -258,7 +255,7 @@ _fields_once = _fields()
 
 
 def _decode_hostile(data: bytes) -> None:
-    before = _count_fds()
+    before = count_fds()
     try:
         wrappers = wire.decode(data, _spare_fds(1))
     except KVFerryError:  # not only WireError: a good descriptor may meet a wrong file
@@ -266,4 +263,4 @@ def _decode_hostile(data: bytes) -> None:
     else:
         for wrapper in wrappers:
             wrapper.close()
-    assert _count_fds() == before
+    assert count_fds() == before

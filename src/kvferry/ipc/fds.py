@@ -32,6 +32,10 @@ _MESSAGE, _BATCH, _DONE, _REFUSED = b"M", b"B", b"A", b"R"
 _MAX_TEXT_BYTES = 4096
 
 
+class _RefusedError(ShareError):
+    """The other process gave up, and said why."""
+
+
 def send_fds(sock: socket.socket, payload: bytes | memoryview, fds: Sequence[int] = ()) -> int:
     """One `sendmsg`: as much of `payload` as goes, and all of `fds` with its first byte; the number of bytes sent.
 
@@ -83,7 +87,7 @@ def send(sock: socket.socket, wrappers: Sequence[DeviceIPCWrapper], timeout_s: f
     """
     data = encode_descriptors(wrappers)
     slots = fd_slots(wrappers)
-    with _peer_errors(sock, timeout_s):
+    with _peer_errors(sock, timeout_s), _telling_peer(sock, timeout_s):
         _send_frame(sock, _MESSAGE, len(data), timeout_s, body=data)
         _expect_done(sock, 0, timeout_s)
         for start in range(0, len(slots), BATCH_FDS):
@@ -111,19 +115,17 @@ def recv(sock: socket.socket, timeout_s: float = 10.0) -> list[DeviceIPCWrapper]
     ShareError
         The memory cannot be opened here.
     """
-    with _peer_errors(sock, timeout_s):
-        wrappers: list[DeviceIPCWrapper] = []
+    wrappers: list[DeviceIPCWrapper] = []
+    with _peer_errors(sock, timeout_s), _telling_peer(sock, timeout_s):
         try:
             nbytes = _recv_frame(sock, _MESSAGE, timeout_s)[0]
             if nbytes > MAX_MESSAGE_BYTES:
                 raise WireError(f"a message of {nbytes} bytes was announced; at most {MAX_MESSAGE_BYTES} are read")
             wrappers = decode_descriptors(_recv_exactly(sock, nbytes, timeout_s)[0])
             _recv_batches(sock, fd_slots(wrappers), timeout_s)
-        except BaseException as error:
+        except BaseException:
             for wrapper in wrappers:
                 wrapper.close()
-            if isinstance(error, KVFerryError) and not isinstance(error, DeadlineError):
-                _refuse(sock, str(error), timeout_s)
             raise
     return wrappers
 
@@ -182,7 +184,7 @@ def _recv_frame(sock: socket.socket, kind: bytes, timeout_s: float, *, max_fds: 
     close_fds(fds)
     if magic == _MAGIC and arrived == _REFUSED:
         text = _recv_exactly(sock, min(number, _MAX_TEXT_BYTES), timeout_s)[0].decode("utf-8", "replace")
-        raise ShareError(f"the other process refused: {text}")
+        raise _RefusedError(f"the other process refused: {text}")
     raise WireError(f"a frame {magic!r} {arrived!r} came, wanted {_MAGIC!r} {kind!r}")
 
 
@@ -216,8 +218,15 @@ def _expect_done(sock: socket.socket, number: int, timeout_s: float) -> None:
         raise WireError(f"{acknowledged} file descriptors were acknowledged, {number} were sent")
 
 
-def _refuse(sock: socket.socket, text: str, timeout_s: float) -> None:
-    """Tell the sender why, best effort: it may be gone, which is why this is happening."""
-    body = text.encode()[:_MAX_TEXT_BYTES]
-    with contextlib.suppress(OSError):
-        _send_frame(sock, _REFUSED, len(body), min(timeout_s, 1.0), body=body)
+@contextlib.contextmanager
+def _telling_peer(sock: socket.socket, timeout_s: float) -> Iterator[None]:
+    """Tell the other process why this one gives up, best effort, unless it is the other that is gone or silent."""
+    try:
+        yield
+    except (TimeoutError, ConnectionError, _RefusedError):
+        raise
+    except (KVFerryError, OSError) as error:
+        body = str(error).encode()[:_MAX_TEXT_BYTES]
+        with contextlib.suppress(OSError):
+            _send_frame(sock, _REFUSED, len(body), min(timeout_s, 1.0), body=body)
+        raise
