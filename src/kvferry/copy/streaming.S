@@ -6,6 +6,7 @@
 # the C library's memcpy does for single copies of many MiB, here for many rows of any size. Four pages are copied
 # abreast, all loads of a step before its stores (a load whose low 12 address bits match a pending store would wait).
 # Bytes before the first 16-byte boundary of the target and after the last whole line go by `rep movsb`.
+# The first lines of the pages that come next, in this row or the following one, are asked for ahead.
     .intel_syntax noprefix
     .text
     mov r10, rdi
@@ -26,7 +27,19 @@ row:
 pages:
     cmp rdx, 16384
     jb lines
+    mov r9, rsi
+    cmp r11, 1
+    je last_row
+    mov r9, [r10+32]
+last_row:
+    lea r8, [rsi+16384]
+    cmp rdx, 32768
+    cmovae r9, r8            # what comes next in this row, else the next row's source
     mov eax, 64
+    prefetcht0 [r9]
+    prefetcht0 [r9+4096]
+    prefetcht0 [r9+8192]
+    prefetcht0 [r9+12288]
 abreast:
     movdqu xmm0, [rsi+0]
     movdqu xmm1, [rsi+16]
