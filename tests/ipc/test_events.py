@@ -11,7 +11,7 @@ import pytest
 from doubles.event_side import EventChild, EventSide
 from doubles.fake_cuda import FakeDriver, installed
 from doubles.host_files import count_fds
-from kvferry.errors import CudaError, DeadlineError, ShareError, WireError
+from kvferry.errors import CudaError, DeadlineError, ShareError, StaleHandleError, WireError
 from kvferry.ipc.events import Ticket, encode_events, make_event_ring, open_events
 from kvferry.ipc.events.tickets import SlotPool
 from kvferry.ipc.table import process_table
@@ -248,14 +248,18 @@ def _hold_then_kill(survivor: EventSide, mortal: EventChild) -> None:
             ask(ticket)
 
 
-def test_cuda_events_hold_no_stream_and_are_refused_in_their_own_process(fake: FakeDriver) -> None:
+def test_cuda_events_hold_no_stream_and_are_shared_within_their_own_process(fake: FakeDriver) -> None:
     with make_event_ring(0, False, 2) as ring:
-        ticket = ring.record()
-        deadline = time.monotonic() + 5
-        while not ring.reached(ticket):
-            assert time.monotonic() < deadline
-        with pytest.raises(ShareError, match="process that made them"):
-            open_events(*encode_events(ring))
+        data, fds = encode_events(ring)
+        with open_events(data, fds) as events:
+            ticket = ring.record()
+            events.wait(ticket, 5)
+            with pytest.raises(ShareError, match="cannot hold a stream"):
+                events.wait_on_stream(ticket)
+        assert fake.fake.calls["cuIpcOpenEventHandle"] == 0
+        assert ring.reached(ring.record()) in (False, True)  # closing the other end left the ring's events alone
+    with pytest.raises(StaleHandleError, match="closed"):
+        open_events(data, fds)
 
 
 def test_semaphores_work_within_one_process(fake: FakeDriver) -> None:

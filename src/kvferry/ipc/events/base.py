@@ -92,6 +92,10 @@ class EventRing(ABC):
         """How many tickets the peer has not given back."""
         return self._pool.in_use
 
+    @property
+    def closed(self) -> bool:
+        return self._pool.closed
+
     def close(self) -> None:
         """End the ring: the peer is done with all of it, or dead; idempotent. Signals under way still land."""
         if self._pool.close():

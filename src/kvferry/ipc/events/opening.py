@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvferry.cuda.device import ordinal_of
 from kvferry.cuda.driver import load_driver
-from kvferry.errors import ShareError, UnknownDeviceError, WireError
+from kvferry.errors import StaleHandleError, UnknownDeviceError, WireError
 from kvferry.ipc.events.base import EventRing, PeerEvents
 from kvferry.ipc.events.descriptor import EventsDescriptor, from_bytes, to_bytes
 from kvferry.ipc.events.pages import DevicePage, HostPage, Page
 from kvferry.ipc.events.peers import CudaPeerEvents, HostPeerEvents, SemaphorePeerEvents
-from kvferry.ipc.events.rings import CudaEventRing, HostEventRing, SemaphoreRing
+from kvferry.ipc.events.rings import CudaEventRing, HostEventRing, SemaphoreRing, local_rings
 from kvferry.ipc.host import HostIPCWrapper
 from kvferry.ipc.raw import RawCudaIPCWrapper
 from kvferry.ipc.table import process_table
@@ -74,17 +74,21 @@ def open_events(data: bytes | bytearray | memoryview, fds: Sequence[int] = ()) -
     """
     descriptor = _read(data, fds, memory_of="recorder")
     if descriptor.backend == "cuda":
-        if descriptor.exporter == process_table().token:
-            raise ShareError(
-                "CUDA events cannot be opened in the process that made them: ask the ring (`reached`), or use "
-                "isolated_ipc, whose semaphores can"
-            )
-        return CudaPeerEvents(descriptor.handles, ordinal_of(descriptor.device_uuid))
+        return _open_cuda(descriptor)
     page = _open_page(descriptor)
     if descriptor.backend == "host":
         assert isinstance(page, HostPage)
         return HostPeerEvents(page)
     return SemaphorePeerEvents(page, _ordinal_or_none(descriptor.device_uuid), owns_page=False)
+
+
+def _open_cuda(descriptor: EventsDescriptor) -> PeerEvents:
+    if descriptor.exporter != process_table().token:
+        return CudaPeerEvents.open(descriptor.handles, ordinal_of(descriptor.device_uuid))
+    ring = local_rings().get(descriptor.handles[0])
+    if ring is None or ring.closed:
+        raise StaleHandleError("the ring of CUDA events was made in this process, and is closed")
+    return CudaPeerEvents(ring.events)
 
 
 def _ordinal_or_none(uuid: str) -> int | None:

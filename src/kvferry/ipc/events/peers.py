@@ -34,14 +34,23 @@ class HostPeerEvents(PeerEvents):
 
 
 class CudaPeerEvents(PeerEvents):
-    """CUDA events of another process. They are polled only: a stream that waited for one could hang for ever."""
+    """CUDA events of another process. They are polled only: a stream that waited for one could hang for ever.
 
-    def __init__(self, handles: Sequence[bytes], device: int) -> None:
-        super().__init__(len(handles))
-        self._latest = [0] * len(handles)  # the newest ticket seen in each slot
+    `events` belong to the ring when it is one of this process, and are closed by it.
+    """
+
+    def __init__(self, events: Sequence[Event], owned: contextlib.ExitStack | None = None) -> None:
+        super().__init__(len(events))
+        self._latest = [0] * len(events)  # the newest ticket seen in each slot
+        self._events = events
+        self._owned = owned or contextlib.ExitStack()
+
+    @classmethod
+    def open(cls, handles: Sequence[bytes], device: int) -> CudaPeerEvents:
+        """The events behind another process's handles."""
         with contextlib.ExitStack() as undo:
-            self._events = [undo.enter_context(Event.from_ipc_handle(handle, device)) for handle in handles]
-            self._owned = undo.pop_all()
+            events = [undo.enter_context(Event.from_ipc_handle(handle, device)) for handle in handles]
+            return cls(events, undo.pop_all())
 
     def _reached(self, ticket: Ticket) -> bool:
         if ticket.value < self._latest[ticket.slot]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from typing import TYPE_CHECKING
 
 from kvferry.cuda.device import device_uuid
@@ -14,8 +16,16 @@ from kvferry.ipc.events.pages import HostPage, Page
 from kvferry.ipc.table import process_table
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvferry.ipc.events.tickets import Ticket
     from kvferry.ipc.wrapper import DeviceIPCWrapper
+
+
+@functools.cache
+def local_rings() -> weakref.WeakValueDictionary[bytes, CudaEventRing]:
+    """The rings of this process by their first handle: the driver opens a handle in other processes only."""
+    return weakref.WeakValueDictionary()
 
 
 class HostEventRing(EventRing):
@@ -62,6 +72,12 @@ class CudaEventRing(EventRing):
             self._events = [undo.enter_context(Event(device, interprocess=True)) for _ in range(slots)]
             self._handles = tuple(event.ipc_handle() for event in self._events)
             self._owned = undo.pop_all()
+        local_rings()[self._handles[0]] = self
+
+    @property
+    def events(self) -> Sequence[Event]:
+        """The events themselves, by slot, for the waiting end in this very process."""
+        return self._events
 
     @property
     def descriptor(self) -> EventsDescriptor:

@@ -134,6 +134,10 @@ class SlotPool:
         return first
 
     @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
     def in_use(self) -> int:
         """How many tickets the peer has not given back."""
         with self._changed:
