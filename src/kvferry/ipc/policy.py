@@ -11,6 +11,7 @@ from kvferry.cuda.memory import MemoryKind, pointer_info
 from kvferry.errors import UnsupportedMemoryError
 from kvferry.ipc.host import HostIPCWrapper
 from kvferry.ipc.raw import RawCudaIPCWrapper
+from kvferry.ipc.shared_memory import find_segment
 from kvferry.ipc.torch_storage import CudaIPCWrapper
 from kvferry.ipc.vmm import VmmCudaIPCWrapper
 from kvferry.ipc.wrapper import DeviceIPCWrapper
@@ -67,6 +68,8 @@ class IPCPolicy:
         """
         if self.wrapper != "auto":
             return _BY_NAME[self.wrapper]
+        if find_segment(tensor.data_ptr(), 1) is not None:
+            return HostIPCWrapper  # a segment of our own: nothing to ask
         kind = pointer_info(tensor.data_ptr()).kind
         if kind not in _BY_KIND:
             raise UnsupportedMemoryError(
