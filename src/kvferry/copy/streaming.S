@@ -1,4 +1,4 @@
-# The source of the machine code in streaming.py; tests/copy/test_streaming.py assembles it and compares.
+# The source of the machine code in streaming.py; tests/copy/test_host_copier.py assembles it and compares.
 #
 #   void stream_rows(const struct row {uint64 dst, src, nbytes;} *rows, uint64 count)        System V x86-64, SSE2 only
 #

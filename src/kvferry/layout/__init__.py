@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from kvferry.layout.engines import FORMATS, LayoutHints, TensorView, describe, trtllm_view_6d
-from kvferry.layout.keys import HASH_BYTES, KeyChain, KeyContext, chain_hashes, chunk_tokens_for, namespace
+from kvferry.layout.keys import (
+    HASH_BYTES,
+    KeyChain,
+    KeyContext,
+    chain_hashes,
+    chunk_tokens_for,
+    encode_tokens,
+    namespace,
+)
 from kvferry.layout.planes import KVLayout, Plane
 
 __all__ = [
@@ -18,6 +26,7 @@ __all__ = [
     "chain_hashes",
     "chunk_tokens_for",
     "describe",
+    "encode_tokens",
     "namespace",
     "trtllm_view_6d",
 ]
