@@ -103,7 +103,7 @@ def lines(record: dict[str, Any]) -> list[str]:
     if record["phase"] == "demo" and isinstance(result, dict):
         rows += [f"    {key:34} {value}" for key, value in result.items() if not isinstance(value, list | dict)]
     if record["phase"] == "matrix" and isinstance(result, dict):
-        rows += [f"    {row['mechanism']:10} {row['namespaces']:8} {row['outcome'][:90]}" for row in result["matrix"]]
+        rows += [f"    {row['mechanism']:10} {row['namespaces']:16} {row['outcome'][:90]}" for row in result["matrix"]]
     return rows
 
 

@@ -26,9 +26,11 @@ from kvferry import ipc
 MECHANISMS = ("raw", "vmm", "torch", "event", "semaphore")
 NAMESPACES = {
     "neither": (),
-    "pid": ("--pid", "--fork", "--kill-child"),
+    "pid": ("--pid", "--fork", "--kill-child", "--mount-proc"),
     "ipc": ("--ipc",),
-    "both": ("--pid", "--fork", "--kill-child", "--ipc"),
+    "both": ("--pid", "--fork", "--kill-child", "--mount-proc", "--ipc"),
+    # The /proc of the outer namespace, in which the process does not find itself. No container runtime leaves it so.
+    "pid, outer /proc": ("--pid", "--fork", "--kill-child"),
 }
 LIMIT_S = 40.0
 
@@ -119,7 +121,7 @@ def cell(mechanism: str, column: str, folder: pathlib.Path) -> dict[str, str]:
     ]
     try:
         out, err = sides[0].communicate(timeout=LIMIT_S)
-        outcome = out.strip() or f"exporter died ({sides[0].returncode}): {err.strip()[-300:]}"
+        outcome = out.strip() or f"exporter died ({sides[0].returncode}): {err.strip().splitlines()[-1:]}"
     except subprocess.TimeoutExpired:
         outcome = f"no answer in {LIMIT_S:.0f} s"
     finally:
@@ -148,7 +150,7 @@ def main() -> int:
         print(json.dumps({"matrix": rows}, indent=1))
     else:
         for row in rows:
-            print(f"{row['mechanism']:10} {row['namespaces']:8} {row['outcome']}")
+            print(f"{row['mechanism']:10} {row['namespaces']:16} {row['outcome']}")
     return 0
 
 
