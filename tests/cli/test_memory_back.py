@@ -73,7 +73,7 @@ def test_free_bytes_alone_decide_where_nobody_tells_of_references() -> None:
 
 
 def test_where_a_bystander_takes_memory_the_last_reference_tells() -> None:
-    back = measure_memory_back(_Readings([0, -300], referred_to=[True, False]), lambda: None, settle_s=0.01)
+    back = measure_memory_back(_Readings([0, -300], referred_to=[True, True, False]), lambda: None, settle_s=0.01)
     assert back.seen == "unreferenced"
     assert back.ms is not None
     assert 2 <= back.ms < 100

@@ -55,6 +55,8 @@ class LineProcess:
             stdout=subprocess.PIPE,
             bufsize=0,
             start_new_session=True,
+            # Idle OpenMP threads that spin cost ten times the computing time where other processes need the cores.
+            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
