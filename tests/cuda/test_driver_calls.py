@@ -63,6 +63,7 @@ def test_without_a_driver_the_reason_is_given() -> None:
         driver()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_is_refused_by_name() -> None:
     with installed():
         driver()

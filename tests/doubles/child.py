@@ -39,7 +39,11 @@ class Child:
                 stdout=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
                 cwd=_TESTS,
-                env={**os.environ, "PYTHONPATH": str(_TESTS), **(env or {})},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join([str(_TESTS), *filter(None, sys.path)]),
+                    **(env or {}),
+                },
             )
 
     @property

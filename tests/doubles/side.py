@@ -163,6 +163,11 @@ class Side:
             synchronize_device(flat.get_device())
         return {}
 
+    def forget(self, name: str) -> Any:
+        """Close an exporting wrapper."""
+        self.wrappers.pop(name).close()
+        return {}
+
     def close(self, name: str) -> Any:
         """Close the wrapper, drop its tensor, wait until it is unmapped."""
         self.tensors.pop(name, None)
@@ -174,6 +179,10 @@ class Side:
     def stats(self) -> Any:
         stats = process_table().mappings.stats()._asdict()
         return {**stats, "open_fds": len(os.listdir("/proc/self/fd"))}
+
+    def share_cuda(self, memory: str) -> Any:
+        """torch's own export of the memory's storage."""
+        return {"fields": len(self.memory[memory].untyped_storage()._share_cuda_())}  # type: ignore[no-untyped-call]
 
     def free_bytes(self, device: int = 0) -> Any:
         return {"free": memory_info(device)[0]}

@@ -265,6 +265,7 @@ def test_the_unmapper_ends_when_nothing_is_mapped(table: MappingTable, opener: O
     table.acquire(KEY, opener).release()  # and begins again
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_child_has_a_new_token_and_an_empty_table() -> None:
     process = process_table()
     opener = Opener()
