@@ -81,13 +81,12 @@ class OpenedCache:
 
     def check_blocks(self, task: CopyTask) -> None:
         """Raise BlockIdError unless all blocks of a task are there and no block is named twice."""
-        ids = np.frombuffer(task.block_ids, dtype="<i4")[task.skip_blocks :]
-        outside = ids[(ids < 0) | (ids >= self.layout.num_blocks)]
-        if len(outside):
-            raise BlockIdError(
-                f"block id {outside[0]} is outside the cache, which has blocks 0 to {self.layout.num_blocks - 1}"
-            )
-        if len(np.unique(ids)) != len(ids):
+        ids = np.sort(np.frombuffer(task.block_ids, dtype="<i4")[task.skip_blocks :])
+        last = self.layout.num_blocks - 1
+        if len(ids) and (ids[0] < 0 or ids[-1] > last):
+            wrong = ids[0] if ids[0] < 0 else ids[-1]
+            raise BlockIdError(f"block id {wrong} is outside the cache, which has blocks 0 to {last}")
+        if (ids[1:] == ids[:-1]).any():
             raise BlockIdError("a block id is named twice; each block holds the KV of one place")
 
     def close(self) -> list[KVFerryError]:
