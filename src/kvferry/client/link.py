@@ -143,11 +143,11 @@ class Link:
         if self._forked:
             return
         self._hang_up("the client was closed")
-        os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            if self._socket.fileno() >= 0:
+                os.eventfd_write(self._wake_fd, 1)
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout_s)
-        if not self._reader.is_alive() and self._socket.fileno() >= 0:
-            self._close_fds()
 
     def after_fork(self) -> None:
         """In a forked child: the connection belongs to the parent."""
@@ -192,6 +192,8 @@ class Link:
         if self._jobs and not self._orderly:
             self._wait_for_servers_end()
         self._fail()
+        with self._send_lock, self._lock:  # nobody is using them any more
+            self._close_fds()
 
     def _read_until_end(self) -> str:
         reader: FrameReader[Reply] = reply_reader()
