@@ -6,7 +6,6 @@ Ordinals are the driver's, which are torch's too: both follow CUDA_VISIBLE_DEVIC
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import Iterator
 
 from kvferry.cuda.driver import Driver, driver
@@ -15,13 +14,12 @@ from kvferry.errors import UnknownDeviceError
 
 def device_uuid(ordinal: int) -> str:
     """The device's UUID as nvidia-smi writes it: "GPU-..." or, for a slice of one, "MIG-..."."""
-    raw, mig = driver().device_uuid(ordinal)
-    return f"{'MIG' if mig else 'GPU'}-{uuid.UUID(bytes=raw)}"
+    return driver().visible_uuids()[ordinal]
 
 
 def visible_uuids() -> list[str]:
     """The UUIDs of all visible devices, by ordinal."""
-    return [device_uuid(ordinal) for ordinal in range(driver().device_count())]
+    return list(driver().visible_uuids())
 
 
 def ordinal_of(device: str) -> int:
@@ -30,7 +28,7 @@ def ordinal_of(device: str) -> int:
     Raises:
         UnknownDeviceError: it is not visible here; the text names it and those that are.
     """
-    visible = visible_uuids()
+    visible = driver().visible_uuids()
     if device not in visible:
         raise UnknownDeviceError(
             f"device {device} is not visible in this process, which sees {', '.join(visible)}: "

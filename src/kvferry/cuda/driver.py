@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import threading
+import uuid
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Driver(DeviceCalls, MemoryCalls, VmmCalls, StreamCalls, KernelCalls):
         super().__init__(functions)
         self._primary: dict[int, int] = {}
         self._primary_lock = threading.Lock()
+        self._uuids: list[str] = []
 
     def primary_context(self, ordinal: int) -> int:
         """The device's primary context, which torch and the CUDA runtime use too; retained once, until exit."""
@@ -37,6 +39,13 @@ class Driver(DeviceCalls, MemoryCalls, VmmCalls, StreamCalls, KernelCalls):
             with self._primary_lock:
                 self._primary[ordinal] = context
         return context
+
+    def visible_uuids(self) -> list[str]:
+        """The UUIDs of all devices by ordinal, as nvidia-smi writes them; they stay the same as long as the process."""
+        if not self._uuids:
+            raw = [self.device_uuid(ordinal) for ordinal in range(self.device_count())]
+            self._uuids = [f"{'MIG' if mig else 'GPU'}-{uuid.UUID(bytes=number)}" for number, mig in raw]
+        return self._uuids
 
     def make_tensor(self, address: int, nbytes: int, device: int, owner: object) -> torch.Tensor:
         """A flat uint8 tensor over device memory; `owner` lives as long as any view of it.

@@ -9,9 +9,9 @@ from types import MappingProxyType
 
 import torch
 
-from kvferry.cuda.device import ordinal_of
+from kvferry.cuda.device import bound, ordinal_of
 from kvferry.cuda.driver import driver
-from kvferry.cuda.memory import MemoryKind, PointerInfo, pointer_info, tensor_from_pointer
+from kvferry.cuda.memory import MemoryKind, PointerInfo, pointer_info
 from kvferry.errors import MappingBoundsError, StaleHandleError, UnsupportedMemoryError
 from kvferry.ipc.descriptor import WrapperDescriptor
 from kvferry.ipc.mappings import MappingKey, MappingRef, Opened
@@ -101,14 +101,12 @@ class MappedIPCWrapper(DeviceIPCWrapper):
         key = MappingKey(descriptor.exporter, descriptor.buffer_id, handle)
         ref = table.mappings.acquire(key, partial(self._map, device))
         try:
-            offset, nbytes = descriptor.span()
             check_bounds(descriptor, ref.nbytes)
             self._keep(ref.share())
-            flat = tensor_from_pointer(ref.address + offset, nbytes, device=device, owner=ref)
+            return _tensor(descriptor, ref.address, device, ref)
         except BaseException:
             ref.release()
             raise
-        return descriptor.shaped(flat)
 
     def _keep(self, ref: MappingRef) -> None:
         with self._lock:
@@ -173,5 +171,12 @@ def check_alive(export: LocalExport | None, buffer_id: int) -> LocalExport:
 def _alias(descriptor: MappedDescriptor, export: LocalExport | None) -> torch.Tensor:
     alive = check_alive(export, descriptor.buffer_id)
     check_bounds(descriptor, alive.nbytes)
+    return _tensor(descriptor, alive.address, alive.device, None)
+
+
+def _tensor(descriptor: MappedDescriptor, address: int, device: int, owner: object) -> torch.Tensor:
+    """The described tensor in memory that is mapped at `address`; `owner` lives as long as any view of it."""
     offset, nbytes = descriptor.span()
-    return descriptor.shaped(tensor_from_pointer(alive.address + offset, nbytes, device=alive.device, owner=None))
+    # Shaping is metadata only, but torch looks at the current device, and would begin another one's context.
+    with bound(device) as drv:
+        return descriptor.shaped(drv.make_tensor(address + offset, nbytes, device, owner))
