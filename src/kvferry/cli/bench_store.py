@@ -27,6 +27,7 @@ from kvferry.cli.bench_slowdown import bench_slowdown
 from kvferry.cli.children import ServerProcess
 from kvferry.cli.sizes import format_bytes
 from kvferry.client import CacheClient
+from kvferry.ipc import allocate_shared
 from kvferry.layout import chunk_tokens_for
 
 __all__ = ["PagedKV", "StoreBenchConfig", "run_bench_store"]
@@ -91,7 +92,7 @@ class PagedKV:
         self._names = itertools.count()
         # Views of the layers follow a cache that registration has moved to shareable memory.
         self.flat = torch.empty(0, dtype=torch.uint8, device=device).set_(self.layers[0].untyped_storage())
-        self.plain = torch.zeros(max_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
+        self.plain = _plain_buffer(max_bytes, device)
 
     def new_tokens(self, num_bytes: int) -> npt.NDArray[np.int32]:
         return self._random.integers(0, 1 << 30, num_bytes // TOKEN_BYTES, dtype=np.int32)
@@ -140,6 +141,17 @@ class PagedKV:
         for layer in self.layers:
             if not torch.equal(layer[:, stored], layer[:, retrieved]):
                 raise RuntimeError("the retrieved KV differs from what was stored")
+
+
+def _plain_buffer(num_bytes: int, device: str) -> torch.Tensor:
+    """Host memory to copy to and from.
+
+    On the host it starts on a page, as the cache and the server's pool do: memcpy between buffers whose places in a
+    page differ by a few bytes runs at a third of its speed, which would make a flattering limit.
+    """
+    if device == "cuda":
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return allocate_shared((num_bytes,), torch.uint8).fill_(0)
 
 
 def run_bench_store(config: StoreBenchConfig) -> list[Result]:
