@@ -35,6 +35,13 @@ def hit(index: ChunkIndex, prompt: str, namespace: bytes = NS) -> int:
     return len(index.lookup(namespace, keys(prompt)))
 
 
+def use(index: ChunkIndex, prompt: str) -> int:
+    found = index.lookup(NS, keys(prompt))
+    index.pin(found)
+    index.unpin(found)
+    return len(found)
+
+
 def test_reserved_chunks_are_invisible() -> None:
     index = make_index(8)
     reservation = index.reserve(NS, keys("abc"), CHUNK)
@@ -57,11 +64,34 @@ def test_the_least_recently_used_chain_goes_deepest_first() -> None:
     index = make_index(6)
     fill(index, "abc")
     fill(index, "xyz")
-    assert hit(index, "abc") == 3
+    assert use(index, "abc") == 3
     fill(index, "k")
     assert (hit(index, "xyz"), hit(index, "abc")) == (2, 3)
     fill(index, "lm")
-    assert (hit(index, "xyz"), hit(index, "abc"), hit(index, "k")) == (1, 3, 0)
+    assert (hit(index, "xyz"), hit(index, "abc"), hit(index, "k")) == (0, 3, 1)
+    fill(index, "n")
+    assert (hit(index, "abc"), hit(index, "k"), hit(index, "lm"), hit(index, "n")) == (2, 1, 2, 1)
+
+
+def test_using_a_part_of_a_chain_keeps_that_part() -> None:
+    index = make_index(6)
+    fill(index, "abcd")
+    fill(index, "xy")
+    assert use(index, "ab") == 2
+    fill(index, "pqr")
+    assert (hit(index, "abcd"), hit(index, "xy")) == (2, 1)
+
+
+def test_branches_keep_their_common_root() -> None:
+    index = make_index(5)
+    fill(index, "abc")
+    fill(index, "abx")
+    fill(index, "k")
+    assert use(index, "abx") == 3
+    fill(index, "l")
+    assert (hit(index, "abc"), hit(index, "abx"), hit(index, "k")) == (2, 3, 1)
+    fill(index, "m")
+    assert (hit(index, "abx"), hit(index, "k")) == (3, 0)
 
 
 def test_a_pinned_chain_stays_and_the_store_is_skipped() -> None:
@@ -189,29 +219,32 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        before = set(self.index._order)
-        if not self.index.evict_one():
-            assert all(chunk.children for chunk in before)
+        free = [chunk for chunk in self.kept() if self.index._is_free_leaf(chunk)]
+        oldest = min(free, key=lambda chunk: chunk.last_use, default=None)
+        assert self.index.evict_one() == bool(free)
+        assert oldest is None or oldest.state is ChunkState.GONE
+
+    def kept(self) -> list[Chunk]:
+        return list(self.index._namespaces.get(NS, {}).values())
 
     @invariant()
     def chains_are_whole_and_slots_are_counted(self) -> None:
-        kept = list(self.index._namespaces.get(NS, {}).values())
-        order = {chunk: place for place, chunk in enumerate(self.index._order)}
+        kept = self.kept()
+        queued = [chunk for _, _, chunk in self.index._leaves]
+        assert len(queued) == len(set(queued))
         for chunk in kept:
             assert chunk.state is not ChunkState.GONE
             assert chunk.parent is None or (chunk.parent in kept and chunk in chunk.parent.children)
-            evictable = chunk.state is ChunkState.COMMITTED and not chunk.pins
-            assert (chunk in order) == evictable
-            if chunk in order and chunk.parent in order:
-                assert order[chunk] < order[chunk.parent]
+            assert chunk.queued == (chunk in queued)
+            assert chunk.queued or not self.index._is_free_leaf(chunk)
         orphans = {chunk for chunks in self.writing for chunk in chunks if chunk.state is ChunkState.GONE}
         assert len(self.index) == len(kept)
         assert self.pool.used_bytes == (len(kept) + len(orphans)) * CHUNK
 
     @invariant()
-    def pins_are_those_of_the_holders(self) -> None:
-        for chunk in self.index._namespaces.get(NS, {}).values():
-            assert chunk.pins == sum(chunk in share for share in self.pinned)
+    def what_is_pinned_is_there(self) -> None:
+        for chunk in self.kept():
+            assert chunk.pins == sum(share[-1] is chunk for share in self.pinned if share)
         assert all(chunk.state is ChunkState.COMMITTED for share in self.pinned for chunk in share)
 
 

@@ -1,15 +1,17 @@
 """Which chunks are kept, what they hang from, and which goes first when room is needed.
 
 A chunk's key stands for all tokens up to its end, so the chunks of a prompt form a chain, and those of many prompts a
-tree. Two rules keep every chain whole: a chunk is kept only below a kept parent, and eviction takes leaves only. The
-order of eviction is by last use; a use moves a whole chain, the root last, so a parent is never older than its child.
+tree. Two rules keep every chain whole: a chunk is kept only below a kept parent, and only leaves are evicted, the least
+recently used first. A chunk was last used when it or anything below it was, so that a parent is never older than its
+child; a leaf hands its time on to its parent when it goes. So to use or to pin a whole chain is to do it to its last
+chunk: it cannot go, and all others have something below them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.cache.pool import SlabPool
@@ -23,10 +25,14 @@ class ChunkState(enum.Enum):
     GONE = "gone"
 
 
+# Read in the tightest loop; looking a member up in its enum costs as much as the rest of a turn.
+_COMMITTED = ChunkState.COMMITTED
+
+
 class Chunk:
     """One chunk of one rank's KV: where it lies, and its place in the tree. Only `ChunkIndex` changes it."""
 
-    __slots__ = ("children", "key", "namespace", "nbytes", "offset", "parent", "pins", "state")
+    __slots__ = ("children", "key", "last_use", "namespace", "nbytes", "offset", "parent", "pins", "queued", "state")
 
     def __init__(self, namespace: bytes, key: bytes, parent: Chunk | None, offset: int, nbytes: int) -> None:
         self.namespace = namespace
@@ -36,6 +42,8 @@ class Chunk:
         self.nbytes = nbytes
         self.children: set[Chunk] = set()
         self.pins = 0
+        self.last_use = 0
+        self.queued = False
         self.state = ChunkState.RESERVED
 
     def __repr__(self) -> str:
@@ -71,7 +79,9 @@ class ChunkIndex:
     def __init__(self, pool: SlabPool) -> None:
         self._pool = pool
         self._namespaces: dict[bytes, dict[bytes, Chunk]] = {}
-        self._order: OrderedDict[Chunk, None] = OrderedDict()  # committed and not pinned, oldest first
+        # Leaves by last use, oldest first; an entry whose chunk has been used, or is no free leaf any more, is stale.
+        self._leaves: list[tuple[int, int, Chunk]] = []
+        self._clock = 0
         self._num_chunks = 0
         self.counters = IndexCounters()
 
@@ -82,19 +92,18 @@ class ChunkIndex:
         return f"<ChunkIndex {self._num_chunks} chunks in {len(self._namespaces)} namespaces>"
 
     def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[Chunk]:
-        """The longest committed prefix of `keys`; counts as a use of it."""
+        """The longest committed prefix of `keys`. To look is not to use; `pin` is."""
         found: list[Chunk] = []
-        chunks = self._namespaces.get(namespace, {})
+        get = self._namespaces.get(namespace, {}).get
         parent: Chunk | None = None
         for key in keys:
-            chunk = chunks.get(key)
-            if chunk is None or chunk.state is not ChunkState.COMMITTED or chunk.parent is not parent:
+            chunk = get(key)
+            if chunk is None or chunk.parent is not parent or chunk.state is not _COMMITTED:
                 break
             found.append(chunk)
             parent = chunk
         self.counters.hits += len(found)
         self.counters.misses += len(keys) - len(found)
-        self._touch(found)
         return found
 
     def reserve(self, namespace: bytes, keys: Sequence[bytes], nbytes: int, start: int = 0) -> Reservation:
@@ -103,10 +112,10 @@ class ChunkIndex:
         Stops, and counts the rest as skipped, where there is no room or where a parent is missing. A chunk that
         another store is writing counts as present.
         """
-        walk: list[Chunk] = []
+        parent: Chunk | None = None
         fresh: list[Chunk] = []
+        num_kept = 0
         for position, key in enumerate(keys):
-            parent = walk[-1] if walk else None
             chunk = self._get(namespace, key)
             if chunk is None and position >= start:
                 chunk = self._insert(namespace, key, parent, nbytes)
@@ -117,65 +126,62 @@ class ChunkIndex:
             elif chunk is None or chunk.parent is not parent or chunk.nbytes != nbytes:
                 self.counters.skipped_orphan += len(keys) - max(position, start)
                 break
-            chunk.pins += 1  # so that making room for the next one does not evict this one
-            self._order.pop(chunk, None)
-            walk.append(chunk)
-        self.unpin(walk)
-        num_seen = max(start, len(walk))
-        first = len(walk) - len(fresh)  # below a fresh chunk all are fresh
-        return Reservation(first, tuple(fresh), max(0, first - start), len(keys) - num_seen)
+            parent = chunk
+            num_kept += 1
+        first = num_kept - len(fresh)  # below a fresh chunk all are fresh
+        return Reservation(first, tuple(fresh), max(0, first - start), len(keys) - max(start, num_kept))
 
     def commit(self, chunks: Sequence[Chunk]) -> int:
         """Show chunks of one chain, in its order, whose bytes are whole; how many are shown.
 
         One that was orphaned meanwhile is dropped instead.
         """
-        shown: Chunk | None = None
         num_shown = 0
         for chunk in chunks:
             if chunk.state is ChunkState.GONE:
                 self._drop(chunk)
                 continue
             assert chunk.state is ChunkState.RESERVED, chunk
-            chunk.state = ChunkState.COMMITTED
-            shown = chunk
+            chunk.state = _COMMITTED
+            self._use(chunk)
             num_shown += 1
         self.counters.committed += num_shown
-        if shown is not None:
-            self._touch(_chain(shown))
         return num_shown
 
     def abort(self, chunks: Sequence[Chunk]) -> None:
         """Drop reserved chunks that will not be written (any more), and all that hangs from them."""
         for chunk in chunks:
             if chunk.state is ChunkState.RESERVED:
-                self._unlink(chunk)
                 self._orphan(chunk)
+                self._unlink(chunk)
             self._drop(chunk)
 
-    def pin(self, chunks: Iterable[Chunk]) -> None:
-        """Keep committed chunks until `unpin`. Pin whole prefixes: a chunk's parents are then pinned with it."""
-        for chunk in chunks:
-            assert chunk.state is ChunkState.COMMITTED, chunk
-            chunk.pins += 1
-            self._order.pop(chunk, None)
+    def pin(self, chain: Sequence[Chunk]) -> None:
+        """Use the committed chunks of `chain`, which begins at its root, and keep them until `unpin`."""
+        if chain:
+            assert chain[-1].state is _COMMITTED, chain[-1]
+            chain[-1].pins += 1
+            self._use(chain[-1])
 
-    def unpin(self, chunks: Sequence[Chunk]) -> None:
-        """Undo one `pin` of a prefix (in chain order); counts as a use."""
-        for chunk in chunks:
-            assert chunk.pins > 0, chunk
-            chunk.pins -= 1
-        self._touch(chunks)
+    def unpin(self, chain: Sequence[Chunk]) -> None:
+        """Undo one `pin` of the same chain; counts as a use."""
+        if chain:
+            assert chain[-1].pins > 0, chain[-1]
+            chain[-1].pins -= 1
+            self._use(chain[-1])
 
     def evict_one(self) -> bool:
         """Drop the least recently used chunk that nothing needs; False where there is none."""
-        victim = next((chunk for chunk in self._order if not chunk.children), None)
-        if victim is None:
-            return False
-        self._unlink(victim)
-        self._pool.free(victim.offset)
-        self.counters.evicted += 1
-        return True
+        while self._leaves:
+            last_use, _, chunk = heapq.heappop(self._leaves)
+            chunk.queued = False
+            if last_use == chunk.last_use and self._is_free_leaf(chunk):
+                self._unlink(chunk)
+                self._pool.free(chunk.offset)
+                self.counters.evicted += 1
+                return True
+            self._queue(chunk)
+        return False
 
     def _get(self, namespace: bytes, key: bytes) -> Chunk | None:
         chunks = self._namespaces.get(namespace)
@@ -183,8 +189,8 @@ class ChunkIndex:
 
     def _insert(self, namespace: bytes, key: bytes, parent: Chunk | None, nbytes: int) -> Chunk | None:
         offset = self._pool.allocate(nbytes)
-        while offset is None and self._pool.fits(nbytes) and self.evict_one():
-            offset = self._pool.allocate(nbytes)
+        if offset is None and self._pool.fits(nbytes):
+            offset = self._make_room(nbytes, parent)
         if offset is None:
             return None
         chunk = Chunk(namespace, key, parent, offset, nbytes)
@@ -194,32 +200,53 @@ class ChunkIndex:
             parent.children.add(chunk)
         return chunk
 
-    def _touch(self, chain: Sequence[Chunk]) -> None:
-        """Make what can be evicted of a prefix the youngest, its root last."""
-        order = self._order
-        for chunk in reversed(chain):
-            if not chunk.pins and chunk.state is ChunkState.COMMITTED:
-                order[chunk] = None
-                order.move_to_end(chunk)
+    def _make_room(self, nbytes: int, keep: Chunk | None) -> int | None:
+        """Evict until a slot is free, but not `keep`, under which it is to be used."""
+        offset: int | None = None
+        if keep is not None:
+            keep.pins += 1
+        while offset is None and self.evict_one():
+            offset = self._pool.allocate(nbytes)
+        if keep is not None:
+            keep.pins -= 1
+            self._queue(keep)
+        return offset
+
+    def _use(self, chunk: Chunk) -> None:
+        self._clock += 1
+        chunk.last_use = self._clock
+        self._queue(chunk)
+
+    def _queue(self, chunk: Chunk) -> None:
+        """Enter a chunk among the leaves, if it is one and free."""
+        if not chunk.queued and self._is_free_leaf(chunk):
+            chunk.queued = True
+            self._clock += 1
+            heapq.heappush(self._leaves, (chunk.last_use, self._clock, chunk))
+
+    @staticmethod
+    def _is_free_leaf(chunk: Chunk) -> bool:
+        return not chunk.children and not chunk.pins and chunk.state is _COMMITTED
 
     def _orphan(self, root: Chunk) -> None:
         """Drop all below an aborted chunk. What is being written keeps its slot until its writer ends it."""
-        doomed = [root]
-        while doomed:
-            chunk = doomed.pop()
-            doomed.extend(chunk.children)
-            for child in tuple(chunk.children):
-                was_whole = child.state is ChunkState.COMMITTED
-                self._unlink(child)
-                if was_whole:
-                    self._drop(child)
+        below = [root]
+        for chunk in below:
+            below.extend(chunk.children)
+        for chunk in reversed(below[1:]):
+            was_whole = chunk.state is _COMMITTED
+            self._unlink(chunk)
+            if was_whole:
+                self._drop(chunk)
 
     def _unlink(self, chunk: Chunk) -> None:
-        """Take a chunk out of the tree; its slot is still taken."""
+        """Take a leaf out of the tree; its slot is still taken."""
         chunk.state = ChunkState.GONE
-        self._order.pop(chunk, None)
-        if chunk.parent is not None:
-            chunk.parent.children.discard(chunk)
+        parent = chunk.parent
+        if parent is not None:
+            parent.children.discard(chunk)
+            parent.last_use = max(parent.last_use, chunk.last_use)
+            self._queue(parent)
         chunks = self._namespaces[chunk.namespace]
         del chunks[chunk.key]
         self._num_chunks -= 1
@@ -229,14 +256,3 @@ class ChunkIndex:
     def _drop(self, chunk: Chunk) -> None:
         self._pool.free(chunk.offset)
         self.counters.aborted += 1
-
-
-def _chain(chunk: Chunk) -> list[Chunk]:
-    """The chunk with all that it hangs from, root first."""
-    chain: list[Chunk] = []
-    link: Chunk | None = chunk
-    while link is not None:
-        chain.append(link)
-        link = link.parent
-    chain.reverse()
-    return chain
