@@ -52,9 +52,10 @@ def serve(
     until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run the cache server until SIGTERM or SIGINT."""
+    memory_bytes = parse_bytes(memory)
     from kvferry.cli.serve import run_server
 
-    run_server(socket, parse_bytes(memory), device.value, until_stdin_closes=until_stdin_closes)
+    run_server(socket, memory_bytes, device.value, until_stdin_closes=until_stdin_closes)
 
 
 @app.command()
