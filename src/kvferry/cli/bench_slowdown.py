@@ -59,7 +59,7 @@ def _repeating(action: Callable[[], None]) -> Iterator[Sequence[float]]:
 
     def repeat() -> None:
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
                 while not stop.is_set():
                     action()
                     ends.append(time.perf_counter())
