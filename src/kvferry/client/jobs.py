@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.client.link import Answer, Link
+from kvferry.client.link import Link
 from kvferry.client.registration import Registration
+from kvferry.client.waiting import Answer
 from kvferry.errors import BlockIdError, DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
 from kvferry.ipc.events import Ticket
 from kvferry.protocol.messages import Cancel, Error, Message, Retrieved, Stored

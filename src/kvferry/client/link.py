@@ -1,4 +1,4 @@
-"""The connection to a cache server: calls go out from any thread, one reader thread takes what comes back."""
+"""The connection to a cache server: calls go out from any thread, answers find who waits for them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from kvferry.client.handshake import connect, greet, server_pidfd
+from kvferry.client.waiting import Answer, OnAnswer, Waiting
 from kvferry.errors import DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
-from kvferry.protocol.framing import FrameReader, encode_frame, receive, reply_reader, send_within
-from kvferry.protocol.messages import Closed, Error, Message, Reply
+from kvferry.protocol.framing import encode_frame, receive, reply_reader, send_within
+from kvferry.protocol.messages import Closed, Error, Message
 
 _IDLE_MS = 1000
 _GONE_S = 30.0
 
 _R = TypeVar("_R", bound=Message)
-Answer = Reply | KVFerryError
-OnAnswer = Callable[[Answer], None]
 
 
 class Conversation:
     """The replies to one seq, in order. Made by `Link.conversation`."""
 
-    def __init__(self, seq: int) -> None:
+    def __init__(self, link: Link, seq: int) -> None:
+        self._link = link
         self.seq = seq
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
 
@@ -39,8 +39,10 @@ class Conversation:
 
         Raises RequestError where the server refused, ServerGoneError where it went away, DeadlineError, ProtocolError.
         """
+        deadline = time.monotonic() + timeout_s
+        self._link.read_for(self.answers, deadline)
         try:
-            answer = self.answers.get(timeout=timeout_s)
+            answer = self.answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise DeadlineError(f"the server did not answer within {timeout_s:g} s") from None
         if isinstance(answer, kind):
@@ -54,6 +56,9 @@ class Conversation:
 
 class Link:
     """A socket to the server at `path`, greeted. Thread-safe. Of no use in a forked child, which closes its copy.
+
+    A thread of its own reads what comes; a caller that waits for a reply reads by itself where nobody else is at it,
+    which saves the way from thread to thread.
 
     Raises ServerGoneError where no server answers, RequestError where it refuses, ProtocolError for another version.
     """
@@ -69,15 +74,14 @@ class Link:
         self._server_pidfd = server_pidfd(self._socket)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._seqs = itertools.count(1)
-        self._talks: dict[int, OnAnswer] = {}
-        self._jobs: dict[int, OnAnswer] = {}
-        self._late: set[int] = set()  # the jobs that may fail only once the server's process is gone
-        self._lock = threading.Lock()  # guards these three and `_gone`
+        self._waiting = Waiting()
+        self._frames = reply_reader()
+        self._read_lock = threading.Lock()  # guards the frames
         self._send_lock = threading.Lock()
         self._gone: ServerGoneError | None = None
-        self._orderly = False
+        self._goodbye: str | None = None
         self._forked = False
-        self._reader = threading.Thread(target=self._read, name="kvferry-client", daemon=True)
+        self._reader = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
         os.register_at_fork(after_in_child=_ForkHook(self))
         self._reader.start()
 
@@ -89,13 +93,13 @@ class Link:
     @contextlib.contextmanager
     def conversation(self) -> Iterator[Conversation]:
         """A new seq, and the replies to it while the body runs."""
-        talk = Conversation(next(self._seqs))
-        self._expect(talk.seq, talk.answers.put, self._talks)
+        self._check()
+        talk = Conversation(self, next(self._seqs))
+        self._waiting.add_talk(talk.seq, talk.answers.put)
         try:
             yield talk
         finally:
-            with self._lock:
-                self._talks.pop(talk.seq, None)
+            self._waiting.drop(talk.seq)
 
     def call(self, make: Callable[[int], Message], kind: type[_R], timeout_s: float) -> _R:
         """Send `make(seq)` and wait for its one reply; raises what `Conversation.receive` raises."""
@@ -104,22 +108,19 @@ class Link:
             return talk.receive(kind, timeout_s)
 
     def expect(self, on_answer: OnAnswer, *, outlives_hangup: bool) -> int:
-        """A new seq whose one answer goes to `on_answer`, in the reader's thread.
+        """A new seq whose one answer goes to `on_answer`, in whatever thread reads it.
 
         With `outlives_hangup` the server may be writing into our memory: where it hangs up without a word, the failure
         is told only once its process is gone, since its socket can close before its copies stop.
         """
+        self._check()
         seq = next(self._seqs)
-        if outlives_hangup:
-            self._late.add(seq)
-        self._expect(seq, on_answer, self._jobs)
+        self._waiting.add_job(seq, on_answer, late=outlives_hangup)
         return seq
 
     def forget(self, seq: int) -> None:
         """Nobody waits for the answer to `seq` any more."""
-        with self._lock:
-            self._jobs.pop(seq, None)
-            self._late.discard(seq)
+        self._waiting.drop(seq)
 
     def send(self, message: Message, timeout_s: float, fds: Sequence[int] = ()) -> None:
         """Send one frame; the descriptors stay the caller's. Raises DeadlineError, ServerGoneError."""
@@ -138,12 +139,25 @@ class Link:
         finally:
             self._send_lock.release()
 
+    def read_for(self, answers: queue.SimpleQueue[Answer], deadline: float) -> None:
+        """Read the socket in the caller's thread until `answers` has something; returns at once where another reads."""
+        if not self._read_lock.acquire(blocking=False):
+            return
+        try:
+            poller = select.poll()
+            while answers.empty() and self._gone is None and (left := deadline - time.monotonic()) > 0:
+                poller.register(self._socket, select.POLLIN)
+                poller.poll(left * 1e3)
+                self._read_some()
+        finally:
+            self._read_lock.release()
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Hang up, fail what is waiting, end the reader. Idempotent."""
         if self._forked:
             return
         self._hang_up("the client was closed")
-        with self._lock:
+        with self._send_lock:
             if self._socket.fileno() >= 0:
                 os.eventfd_write(self._wake_fd, 1)
         if threading.current_thread() is not self._reader:
@@ -156,6 +170,7 @@ class Link:
 
     def _close_fds(self) -> None:
         self._socket.close()
+        self._frames.close()
         os.close(self._wake_fd)
         if self._server_pidfd is not None:
             os.close(self._server_pidfd)
@@ -166,73 +181,46 @@ class Link:
         if self._gone is not None:
             raise self._gone
 
-    def _expect(self, seq: int, on_answer: OnAnswer, where: dict[int, OnAnswer]) -> None:
-        if self._forked:
-            self._check()
-        with self._lock:
-            self._check()
-            where[seq] = on_answer
-
     def _hang_up(self, why: str) -> None:
-        with self._lock:
-            self._gone = self._gone or ServerGoneError(f"no connection to the server at {self._path}: {why}")
+        self._gone = self._gone or ServerGoneError(f"no connection to the server at {self._path}: {why}")
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _read(self) -> None:
-        why = "the server went away"
-        try:
-            why = self._read_until_end()
-        except ProtocolError as error:
-            why = f"the server broke the protocol: {error}"
-        except OSError as error:
-            why = f"the server went away: {error}"
-        self._hang_up(why)
-        self._fail(but=self._late)
-        if self._jobs and not self._orderly:
-            self._wait_for_servers_end()
-        self._fail()
-        with self._send_lock, self._lock:  # nobody is using them any more
-            self._close_fds()
-
-    def _read_until_end(self) -> str:
-        reader: FrameReader[Reply] = reply_reader()
+    def _run(self) -> None:
+        """The reader's thread."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
+        while self._gone is None:
+            poller.poll(_IDLE_MS)
+            with self._read_lock:
+                self._read_some()
+        if self._waiting.fail(self._gone, late_too=False):
+            if self._goodbye is None:
+                self._wait_for_servers_end()
+            self._waiting.fail(self._gone, late_too=True)
+        with self._read_lock, self._send_lock:
+            self._close_fds()
+
+    def _read_some(self) -> None:
+        """Take in what has come; notes it where that is the end. Needs the read lock."""
         try:
-            while True:
-                poller.poll(_IDLE_MS)
-                with contextlib.suppress(BlockingIOError):
-                    data, fds = receive(self._socket)
-                    if not data:
-                        return "the server hung up"
-                    reader.feed(data, fds)
-                    while (frame := reader.next_frame()) is not None:
-                        if isinstance(frame.message, Closed):
-                            self._orderly = True
-                            return frame.message.text
-                        self._deliver(frame.message)
-        finally:
-            reader.close()
-
-    def _deliver(self, reply: Reply) -> None:
-        seq = getattr(reply, "seq", 0)
-        with self._lock:
-            on_answer = self._jobs.pop(seq, None) or self._talks.get(seq)
-            self._late.discard(seq)
-        if on_answer is not None:
-            on_answer(reply)
-
-    def _fail(self, but: Collection[int] = ()) -> None:
-        """Tell all that wait that the server is gone, `but` those."""
-        with self._lock:
-            failed = list(self._talks.values())
-            for seq in [seq for seq in self._jobs if seq not in but]:
-                failed.append(self._jobs.pop(seq))
-            gone = self._gone
-        assert gone is not None
-        for on_answer in failed:
-            on_answer(gone)
+            data, fds = receive(self._socket)
+            if not data:
+                self._hang_up(self._goodbye or "the server hung up")
+                return
+            self._frames.feed(data, fds)
+            while (frame := self._frames.next_frame()) is not None:
+                if isinstance(frame.message, Closed):
+                    self._goodbye = frame.message.text
+                    self._hang_up(frame.message.text)
+                    return
+                self._waiting.deliver(frame.message)
+        except BlockingIOError:
+            return
+        except ProtocolError as error:
+            self._hang_up(f"the server broke the protocol: {error}")
+        except OSError as error:
+            self._hang_up(f"the server went away: {error}")
 
     def _wait_for_servers_end(self) -> None:
         """Wait until the server's process is gone; `close` ends the wait too."""

@@ -37,6 +37,7 @@ class Connection:
         self._queued_bytes = 0
         self._reading = True
         self._close_when_sent = False
+        self._events = READ
         self._loop.watch(sock.fileno(), READ, self._on_ready)
 
     @property
@@ -114,7 +115,10 @@ class Connection:
         if self._close_when_sent and not self._queue:
             self.close()
             return
-        self._loop.watch(self._socket.fileno(), READ | WRITE if self._queue else READ, self._on_ready)
+        events = READ | WRITE if self._queue else READ
+        if events != self._events:
+            self._events = events
+            self._loop.watch(self._socket.fileno(), events, self._on_ready)
 
     def _send_first(self) -> None:
         sent = self._socket.send(self._queue[0])

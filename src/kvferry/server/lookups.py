@@ -19,7 +19,8 @@ def split_keys(keys: bytes) -> list[bytes]:
     """The single keys of a chain. Raises ProtocolError where the bytes are no whole number of them."""
     if len(keys) % KEY_BYTES:
         raise ProtocolError(f"{len(keys)} bytes of keys; each key has {KEY_BYTES}")
-    return np.frombuffer(keys, dtype=f"V{KEY_BYTES}").tolist()  # five times as fast as slicing
+    split: list[bytes] = np.frombuffer(keys, dtype=f"V{KEY_BYTES}").tolist()  # five times as fast as slicing
+    return split
 
 
 class Lookups:

@@ -85,6 +85,7 @@ class Sessions:
         self._admission = admission
         self._incarnation = incarnation
         self._sessions: dict[int, Session] = {}
+        self._ending: dict[Session, None] = {}
         self.registrar = Registrar(state, self._on_cache_closed)
         self.jobs = Jobs(state)
         self._lookups = Lookups(state)
@@ -132,6 +133,7 @@ class Sessions:
             self._finish(session)
             return
         session.ended = True
+        self._ending[session] = None
         session.end_text = text
         session.connection.stop_reading()
         if session.pidfd is not None:
@@ -149,11 +151,10 @@ class Sessions:
 
     def tick(self, now: float) -> None:
         """Close the sockets of those that do not read their last frames."""
-        for session in list(self._sessions.values()):
+        for session in list(self._ending):
             if session.close_by is not None and session.close_by <= now:
                 session.connection.close()
-            if session.ended:
-                self._finish(session)
+            self._finish(session)
 
     def _on_frame(self, session: Session, frame: Frame[Request]) -> None:
         message = frame.message
@@ -210,6 +211,7 @@ class Sessions:
             connection.finish()
         if connection.closed:
             self._sessions.pop(session.session_id, None)
+            self._ending.pop(session, None)
 
 
 def _refuse(sock: socket.socket, error: RequestError) -> None:
