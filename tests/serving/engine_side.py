@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -11,7 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from doubles.fake_cuda import FakeDriver
 from kvferry.client import CacheClient
+from kvferry.cuda.device import bound
+from kvferry.cuda.driver import set_driver_for_testing
+from kvferry.cuda.memory import tensor_from_pointer
 from kvferry.errors import KVFerryError
 from kvferry.ipc.events import EventRing
 
@@ -26,14 +31,26 @@ def prompt(seed: int, num_tokens: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.random.default_rng(seed).integers(0, 50_000, num_tokens, dtype=np.int32)
 
 
-class EngineSide:
-    """One rank. `heads` scales the bytes of a block: 2 layers x (K, V) x 16 tokens x heads x 8 x 4 bytes."""
+def double_memory(shape: Sequence[int]) -> torch.Tensor:
+    """A float32 tensor in an allocation of the driver's double, which is installed by that."""
+    set_driver_for_testing(FakeDriver())
+    nbytes = math.prod(shape) * 4
+    with bound(0) as driver:
+        address = driver.mem_alloc(nbytes)
+    return tensor_from_pointer(address, nbytes, device=0, owner=None).view(torch.float32).view(*shape).zero_()
 
-    def __init__(
-        self, url: str, num_blocks: int = 64, heads: int = 8, layers: int = 2, timeout_s: float = 10.0
-    ) -> None:
-        self.client = CacheClient(url, timeout_s=timeout_s)
-        cache = torch.zeros(layers, 2, num_blocks, BLOCK_SIZE, heads, 8)
+
+class EngineSide:
+    """One rank. `heads` scales the bytes of a block: 2 layers x (K, V) x 16 tokens x heads x 8 x 4 bytes.
+
+    `device` is torch's, or "double": memory of the driver's double.
+    """
+
+    def __init__(self, url: str, num_blocks: int = 64, heads: int = 8, layers: int = 2, device: str = "cpu") -> None:
+        self.device = device
+        shape = (layers, 2, num_blocks, BLOCK_SIZE, heads, 8)
+        cache = double_memory(shape) if device == "double" else torch.zeros(shape, device=device)
+        self.client = CacheClient(url)
         self.layers = list(cache.unbind(0))
         self.jobs: list[Any] = []
         self.forked: list[int] = []
@@ -50,7 +67,7 @@ class EngineSide:
             world_size=world_size,
         )
         assert all(torch.equal(a, b) for a, b in zip(before, self.layers, strict=True))
-        return self.inode_of()
+        return self.inode_of() if self.device == "cpu" else {}
 
     def unregister(self) -> None:
         self.client.unregister()
@@ -69,7 +86,8 @@ class EngineSide:
         generator = torch.Generator().manual_seed(seed)
         for position, block in enumerate(blocks):
             for layer in self.layers:
-                layer[:, block] = torch.randn(layer[:, 0].shape, generator=generator) + position
+                values = torch.randn(layer[:, 0].shape, generator=generator) + position
+                layer[:, block] = values.to(layer.device)
         return self.digest(blocks)
 
     def wipe(self, value: float = -1.0) -> None:
@@ -78,7 +96,9 @@ class EngineSide:
 
     def digest(self, blocks: Sequence[int]) -> dict[str, Any]:
         """What blocks hold, block by block."""
-        held = [b"".join(layer[:, block].contiguous().numpy().tobytes() for layer in self.layers) for block in blocks]
+        held = [
+            b"".join(layer[:, block].cpu().contiguous().numpy().tobytes() for layer in self.layers) for block in blocks
+        ]
         return {"digest": [hashlib.sha256(data).hexdigest() for data in held]}
 
     def store(
@@ -97,6 +117,10 @@ class EngineSide:
         assert registration is not None
         ring: EventRing = registration.ring
         ring._signal = lambda ticket, stream: None  # type: ignore[method-assign]
+
+    def spin(self, seconds: float) -> None:
+        """Keep the GPU's current stream busy."""
+        torch.cuda._sleep(int(seconds * 1.5e9))  # type: ignore[no-untyped-call]
 
     def lookup(self, seed: int, num_tokens: int, request: str = "r") -> dict[str, Any]:
         found = self.client.lookup(request, prompt(seed, num_tokens))

@@ -5,14 +5,21 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from doubles import copy_kernel
+from doubles.fake_cuda import FakeDriver
+from kvferry.cuda.driver import set_driver_for_testing
 from kvferry.ipc import process_table
 from kvferry.server import CacheServer, ServerConfig
 
 
 class ServerSide:
-    """Starts the server when made."""
+    """Starts the server when made; with `double`, over the driver's double."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, double: bool = False, **config: Any) -> None:
+        if double:
+            driver = FakeDriver()
+            copy_kernel.install(driver)
+            set_driver_for_testing(driver)
         self.server = CacheServer(ServerConfig(**config))
         self.server.start()
 

@@ -1,7 +1,7 @@
 """Kill engines at random points, very often, and count what is left: `python tests/soak/kill.py COUNT`.
 
-Prints one JSON object; exits with 1 where anything leaked, any byte was wrong, or another session was harmed. Engines die
-idle, with small and big copies in flight, in the middle of registering, and while a forked child holds their socket.
+Prints one JSON object; exits with 1 where anything leaked, any byte was wrong, or another session was harmed. Engines
+die idle, with small and big copies in flight, in the middle of registering, while a forked child holds their socket.
 """
 
 from __future__ import annotations
