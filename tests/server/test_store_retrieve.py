@@ -244,3 +244,16 @@ def test_a_hung_engine_holds_up_nobody_and_its_job_can_be_cancelled(stage: Stage
     assert "[cancelled]" in hung.call("job")["error"]
     assert well.call("lookup", seed=1, num_tokens=CHUNK_TOKENS)["tokens"] == 0
     assert well.call("store", seed=1, num_tokens=CHUNK_TOKENS, blocks=EARLY[:4])["stored"] == 1
+
+
+def test_a_scheduler_follows_an_engine_that_comes_back_with_other_blocks(stage: Stage) -> None:
+    scheduler = stage.engine(register={})
+    first = stage.engine()
+    stage.wait_for_memory(first)
+    assert scheduler.call("attach") == {"ready": True}
+    first.call("store", seed=1, num_tokens=CHUNK_TOKENS, blocks=[0, 1, 2, 3])
+    assert scheduler.call("lookup", seed=1, num_tokens=CHUNK_TOKENS)["tokens"] == CHUNK_TOKENS
+    first.end()
+    other = stage.engine(block_size=48)
+    other.call("store", seed=1, num_tokens=200, blocks=[0, 1, 2, 3])
+    assert scheduler.call("lookup", seed=1, num_tokens=200)["tokens"] == 192

@@ -46,9 +46,11 @@ class EngineSide:
     `device` is torch's, or "double": memory of the driver's double.
     """
 
-    def __init__(self, url: str, num_blocks: int = 64, heads: int = 8, layers: int = 2, device: str = "cpu") -> None:
+    def __init__(
+        self, url: str, num_blocks: int = 64, heads: int = 8, *, block_size: int = BLOCK_SIZE, device: str = "cpu"
+    ) -> None:
         self.device = device
-        shape = (layers, 2, num_blocks, BLOCK_SIZE, heads, 8)
+        shape = (2, 2, num_blocks, block_size, heads, 8)
         cache = double_memory(shape) if device == "double" else torch.zeros(shape, device=device)
         self.client = CacheClient(url)
         self.layers = list(cache.unbind(0))

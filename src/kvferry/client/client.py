@@ -97,14 +97,8 @@ class CacheClient:
         format
             How the engine lays out its tensors; the names are the keys of `kvferry.layout.FORMATS`.
 
-        Raises
-        ------
-        LayoutError
-            The tensors are not what `format` and `hints` say.
-        ShareError
-            They cannot be shared, or the server sees other memory.
-        RequestError
-            The server refuses: rank taken, geometry unlike the other ranks', device not served.
+        Raises LayoutError where the tensors are not what `format` and `hints` say, ShareError where they cannot be
+        shared or the server sees other memory, RequestError where the server refuses.
         """
         policy = policy or _DEFAULT_POLICY
         with self._exclusive_registration():
@@ -149,10 +143,15 @@ class CacheClient:
         if not self._ready_for_lookup():
             return Lookup(0, 0)
         with self._lock:
-            keys = self._keys.keys(request_id, tokens, self._chunk_tokens, context)
+            chunk_tokens = self._chunk_tokens
+            keys = self._keys.keys(request_id, tokens, chunk_tokens, context)
         if not keys:
             return Lookup(0, 0)
         found = self._link.call(lambda seq: messages.Lookup(seq, request_id, keys), Found, self._timeout_s)
+        if found.chunk_tokens not in (0, chunk_tokens):  # the engine came back with other blocks
+            with self._lock:
+                self._chunk_tokens = found.chunk_tokens
+            return self.lookup(request_id, tokens, context=context)
         return Lookup(found.tokens, found.lease_id)
 
     def release(self, lease_id: int) -> None:
@@ -265,7 +264,7 @@ class CacheClient:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._link.usable else "without a server"
+        state = "closed" if self._closed else "open" if self._link.usable else "cut off"
         return f"<CacheClient of engine {self._engine_id!r}, {state}>"
 
     def __del__(self) -> None:

@@ -26,8 +26,8 @@ Seq = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
-Keys = Annotated[bytes, Meta(max_length=8 << 20)]
-BlockIds = Annotated[bytes, Meta(max_length=8 << 20)]
+Keys = Annotated[bytes, Meta(max_length=1 << 20)]
+BlockIds = Annotated[bytes, Meta(max_length=4 << 20)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
@@ -59,7 +59,8 @@ class Register(Message, frozen=True):
     """A rank gives its KV cache: `layout` over the storages that `wrappers` describe, one device for all.
 
     Once that is acknowledged come `num_fds` descriptors of the wrappers and `num_event_fds` of the events, in that
-    order, in FdBatch frames of which each is acknowledged before the next. Each storage starts with a nonce at that time (see Proof).
+    order, in FdBatch frames of which each is acknowledged before the next. Each storage starts with a nonce at that
+    time (see Proof).
     """
 
     seq: Seq
@@ -146,11 +147,15 @@ class Lookup(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """`tokens` of the prompt, held under `lease_id` (0 where there are none)."""
+    """`tokens` of the prompt, held under `lease_id` (0 where there are none).
+
+    `chunk_tokens` are those of the engine now, 0 while it is not ready; keys of chunks of another size find nothing.
+    """
 
     seq: int
     tokens: int
     lease_id: int
+    chunk_tokens: int = 0
 
 
 class Release(Message, frozen=True):

@@ -48,14 +48,18 @@ class Lookups:
         self._state.counters.lookups += 1
         keys = split_keys(message.keys)
         engine = self._state.engines.get(session.tenant, session.engine_id)
-        shares = self._find(engine, keys) if engine is not None and engine.ready else {}
-        if engine is None or not shares:
+        if engine is None or not engine.ready:
             session.send(Found(message.seq, 0, 0))
+            return
+        chunk_tokens = engine.geometry.chunk_tokens
+        shares = self._find(engine, keys)
+        if not shares:
+            session.send(Found(message.seq, 0, 0, chunk_tokens))
             return
         lease = self._state.leases.grant(
             session.session_id, message.request_id, scope=engine.key, shares=shares, now=time.monotonic()
         )
-        session.send(Found(message.seq, lease.num_chunks * engine.geometry.chunk_tokens, lease.lease_id))
+        session.send(Found(message.seq, lease.num_chunks * chunk_tokens, lease.lease_id, chunk_tokens))
 
     def release(self, session: Session, message: Release) -> None:
         """End a lease of the session's own engine; one that is gone is no error."""
