@@ -44,7 +44,11 @@ def bound(ordinal: int) -> Iterator[Driver]:
     For any thread, also one that never made a CUDA call. Gives the driver to the body.
     """
     drv = driver()
-    drv.push_context(drv.primary_context(ordinal))
+    context = drv.primary_context(ordinal)
+    if drv.current_context() == context:
+        yield drv
+        return
+    drv.push_context(context)
     try:
         yield drv
     finally:

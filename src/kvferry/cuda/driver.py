@@ -19,6 +19,7 @@ from kvferry.cuda.work_calls import DeviceCalls, KernelCalls, StreamCalls
 from kvferry.errors import CudaUnavailableError, ShareError
 
 _LIBCUDA = "libcuda.so.1"
+_MAX_REMEMBERED = 4096
 
 
 class Driver(DeviceCalls, MemoryCalls, VmmCalls, StreamCalls, KernelCalls):
@@ -29,6 +30,9 @@ class Driver(DeviceCalls, MemoryCalls, VmmCalls, StreamCalls, KernelCalls):
         self._primary: dict[int, int] = {}
         self._primary_lock = threading.Lock()
         self._uuids: list[str] = []
+        # What was found out about allocations, by buffer id. The driver never gives one twice, so nothing here is ever
+        # out of date: many tensors of one allocation cost one look.
+        self.allocations: dict[int, object] = {}
 
     def primary_context(self, ordinal: int) -> int:
         """The device's primary context, which torch and the CUDA runtime use too; retained once, until exit."""
@@ -39,6 +43,12 @@ class Driver(DeviceCalls, MemoryCalls, VmmCalls, StreamCalls, KernelCalls):
             with self._primary_lock:
                 self._primary[ordinal] = context
         return context
+
+    def remember(self, buffer_id: int, info: object) -> None:
+        """Keep what is known of an allocation; of very many, start anew."""
+        if len(self.allocations) >= _MAX_REMEMBERED:
+            self.allocations = {}
+        self.allocations[buffer_id] = info
 
     def visible_uuids(self) -> list[str]:
         """The UUIDs of all devices by ordinal, as nvidia-smi writes them; they stay the same as long as the process."""

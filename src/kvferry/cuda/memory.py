@@ -78,7 +78,19 @@ def pointer_info(ptr: int) -> PointerInfo:
     with bound_if_any(drv) as any_context:
         if not any_context:
             return _HOST
-        values = dict(zip(_ASKED, drv.pointer_attributes(ptr, _ASKED), strict=True))
+        (buffer_id,) = drv.pointer_attributes(ptr, (PointerAttribute.BUFFER_ID,))
+        known = drv.allocations.get(buffer_id)
+        if isinstance(known, PointerInfo) and known.base <= ptr < known.base + known.size:
+            return known
+        info = _ask(drv, ptr)
+    if info.kind is MemoryKind.LEGACY:
+        drv.remember(info.buffer_id, info)
+    return info
+
+
+def _ask(drv: Driver, ptr: int) -> PointerInfo:
+    """What the driver says of an address; some context has to be current."""
+    values = dict(zip(_ASKED, drv.pointer_attributes(ptr, _ASKED), strict=True))
     kind = _kind(values)
     if kind is MemoryKind.HOST:
         return _HOST
