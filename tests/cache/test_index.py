@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 
 import pytest
 from hypothesis import settings
@@ -32,14 +33,17 @@ def fill(index: ChunkIndex, prompt: str, namespace: bytes = NS) -> int:
 
 
 def hit(index: ChunkIndex, prompt: str, namespace: bytes = NS) -> int:
-    return len(index.lookup(namespace, keys(prompt)))
+    last = index.lookup(namespace, keys(prompt))
+    return 0 if last is None else last.depth
 
 
 def use(index: ChunkIndex, prompt: str) -> int:
-    found = index.lookup(NS, keys(prompt))
-    index.pin(found)
-    index.unpin(found)
-    return len(found)
+    last = index.lookup(NS, keys(prompt))
+    if last is None:
+        return 0
+    index.pin(last)
+    index.unpin(last)
+    return last.depth
 
 
 def test_reserved_chunks_are_invisible() -> None:
@@ -98,6 +102,8 @@ def test_a_pinned_chain_stays_and_the_store_is_skipped() -> None:
     index = make_index(4)
     fill(index, "abcd")
     pinned = index.lookup(NS, keys("abcd"))
+    assert pinned is not None
+    assert [chunk.key for chunk in pinned.chain()] == keys("abcd")
     index.pin(pinned)
     reservation = index.reserve(NS, keys("wxyz"), CHUNK)
     assert (reservation.chunks, reservation.num_skipped) == ((), 4)
@@ -169,8 +175,11 @@ def test_a_key_below_another_parent_is_a_miss() -> None:
     index = make_index(8)
     fill(index, "ab")
     a, b = keys("ab")
-    assert len(index.lookup(NS, [b])) == 0
-    assert len(index.lookup(NS, [a, a])) == 1
+    assert index.lookup(NS, [b]) is None
+    assert index.lookup(NS, [b, a]) is None
+    found = index.lookup(NS, [a, a])
+    assert found is not None
+    assert found.key == a
     assert index.reserve(NS, [b], CHUNK).num_skipped == 1
 
 
@@ -185,7 +194,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.pool.add_area(0, 6 * CHUNK)
         self.index = ChunkIndex(self.pool)
         self.writing: list[tuple[Chunk, ...]] = []
-        self.pinned: list[list[Chunk]] = []
+        self.pinned: list[Chunk] = []
 
     @rule(prompt=prompts, start=st.integers(0, 3))
     def reserve(self, prompt: str, start: int) -> None:
@@ -206,11 +215,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, pin=st.booleans())
     def lookup(self, prompt: str, pin: bool) -> None:
-        found = self.index.lookup(NS, keys(prompt))
-        assert [chunk.key for chunk in found] == keys(prompt)[: len(found)]
-        if pin:
-            self.index.pin(found)
-            self.pinned.append(found)
+        last = self.index.lookup(NS, keys(prompt))
+        found = [] if last is None else last.chain()
+        by_key = {chunk.key: chunk for chunk in self.kept() if chunk.state is ChunkState.COMMITTED}
+        there = list(itertools.takewhile(lambda key: key in by_key, keys(prompt)))
+        assert [chunk.key for chunk in found] == there
+        if last is not None and pin:
+            self.index.pin(last)
+            self.pinned.append(last)
 
     @rule(pick=st.integers(0, 100))
     def unpin(self, pick: int) -> None:
@@ -244,8 +256,8 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_pinned_is_there(self) -> None:
         for chunk in self.kept():
-            assert chunk.pins == sum(share[-1] is chunk for share in self.pinned if share)
-        assert all(chunk.state is ChunkState.COMMITTED for share in self.pinned for chunk in share)
+            assert chunk.pins == sum(last is chunk for last in self.pinned)
+        assert all(chunk.visible for last in self.pinned for chunk in last.chain())
 
 
 TestIndexMachine = IndexMachine.TestCase

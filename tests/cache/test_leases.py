@@ -20,13 +20,19 @@ def make_table() -> tuple[ChunkIndex, LeaseTable]:
     return index, LeaseTable(index, TTL_S)
 
 
-def shares(index: ChunkIndex, count: int = 4) -> dict[int, list[Chunk]]:
-    return {rank: index.lookup(namespace, KEYS[:count]) for rank, namespace in enumerate(RANKS)}
+def last(index: ChunkIndex, namespace: bytes, count: int = 4) -> Chunk:
+    found = index.lookup(namespace, KEYS[:count])
+    assert found is not None
+    return found
+
+
+def shares(index: ChunkIndex, count: int = 4) -> dict[int, Chunk]:
+    return {rank: last(index, namespace, count) for rank, namespace in enumerate(RANKS)}
 
 
 def pins(index: ChunkIndex) -> list[int]:
     """The pins on each rank's chain."""
-    return [index.lookup(namespace, KEYS)[-1].pins for namespace in RANKS]
+    return [last(index, namespace).pins for namespace in RANKS]
 
 
 def grant(index: ChunkIndex, table: LeaseTable, request: str, count: int = 4, now: float = 0.0) -> int:

@@ -30,7 +30,7 @@ from kvferry.protocol.messages import (
     Store,
     Welcome,
 )
-from kvferry.server.lookups import split_keys
+from kvferry.server.lookups import KeyRun
 from kvferry.server.peer import check_uid, credentials, open_pidfd
 from serving.engine_side import CHUNK_TOKENS
 from serving.process import Stage, Zygote, eventually
@@ -226,9 +226,10 @@ def test_the_peer_is_known_by_the_kernel() -> None:
 
 
 def test_keys_are_whole() -> None:
-    assert split_keys(b"a" * 32 + b"b" * 32) == [b"a" * 32, b"b" * 32]
+    keys = KeyRun(b"a" * 32 + b"b" * 32)
+    assert list(keys) == keys[:] == [b"a" * 32, b"b" * 32]
     with pytest.raises(ProtocolError):
-        split_keys(b"a" * 31)
+        KeyRun(b"a" * 31)
 
 
 def test_sessions_at_the_same_time_get_their_own_answers(stage: Stage) -> None:

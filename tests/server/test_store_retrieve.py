@@ -257,3 +257,32 @@ def test_a_scheduler_follows_an_engine_that_comes_back_with_other_blocks(stage: 
     other = stage.engine(block_size=48)
     other.call("store", seed=1, num_tokens=200, blocks=[0, 1, 2, 3])
     assert scheduler.call("lookup", seed=1, num_tokens=200)["tokens"] == 192
+
+
+def test_a_lease_from_before_another_layout_is_of_no_use(stage: Stage) -> None:
+    """The scheduler's lease outlives the engine; one that comes back with other blocks must not be given the old KV."""
+    scheduler = stage.engine(register={})
+    first = stage.engine()
+    stage.wait_for_memory(first)
+    scheduler.call("attach")
+    first.call("store", seed=1, num_tokens=CHUNK_TOKENS, blocks=[0, 1, 2, 3])
+    lease = scheduler.call("lookup", seed=1, num_tokens=CHUNK_TOKENS)["lease"]
+    first.end()
+    other = stage.engine(heads=4)
+    before = other.call("digest", blocks=[0, 1, 2, 3])
+    outcome = other.call("retrieve", lease=lease, blocks=[0, 1, 2, 3])
+    assert "[lease]" in outcome["error"]
+    assert outcome["failed"] == [0, 1, 2, 3]
+    assert other.call("digest", blocks=[0, 1, 2, 3]) == before
+
+
+def test_failed_blocks_are_those_of_the_promise_that_were_not_to_be_skipped(stage: Stage) -> None:
+    engine = stage.engine()
+    stage.wait_for_memory(engine)
+    engine.call("store", seed=1, num_tokens=2 * CHUNK_TOKENS, blocks=list(range(8)))
+    lease = engine.call("lookup", seed=1, num_tokens=2 * CHUNK_TOKENS)["lease"]
+    blocks = [8, 9, 10, 11, 12, 13, 14, 99]
+    outcome = engine.call("retrieve", lease=lease, blocks=[*blocks, 20, 21], skip=2 * 16)
+    assert "99 is outside" in outcome["error"]
+    assert outcome["failed"] == blocks[2:]
+    assert engine.call("retrieve", lease=lease, blocks=list(range(8, 16)))["failed"] == []

@@ -3,8 +3,8 @@
 A chunk's key stands for all tokens up to its end, so the chunks of a prompt form a chain, and those of many prompts a
 tree. Two rules keep every chain whole: a chunk is kept only below a kept parent, and only leaves are evicted, the least
 recently used first. A chunk was last used when it or anything below it was, so that a parent is never older than its
-child; a leaf hands its time on to its parent when it goes. So to use or to pin a whole chain is to do it to its last
-chunk: it cannot go, and all others have something below them.
+child; a leaf hands its time on to its parent when it goes. So a chain is known by its last chunk: to use or to pin that
+is to use or to pin all of it, since all others have something below them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,33 @@ class ChunkState(enum.Enum):
     GONE = "gone"
 
 
-# Read in the tightest loop; looking a member up in its enum costs as much as the rest of a turn.
-_COMMITTED = ChunkState.COMMITTED
-
-
 class Chunk:
-    """One chunk of one rank's KV: where it lies, and its place in the tree. Only `ChunkIndex` changes it."""
+    """One chunk of one rank's KV: where it lies, and its place in the tree. Only `ChunkIndex` changes it.
 
-    __slots__ = ("children", "key", "last_use", "namespace", "nbytes", "offset", "parent", "pins", "queued", "state")
+    `depth` counts the chunks of the chain that ends here; it is `visible` once all of them are committed.
+    """
+
+    __slots__ = (
+        "children",
+        "depth",
+        "key",
+        "last_use",
+        "namespace",
+        "nbytes",
+        "offset",
+        "parent",
+        "pins",
+        "queued",
+        "state",
+        "visible",
+    )
 
     def __init__(self, namespace: bytes, key: bytes, parent: Chunk | None, offset: int, nbytes: int) -> None:
         self.namespace = namespace
         self.key = key
         self.parent = parent
+        self.depth: int = 1 if parent is None else parent.depth + 1
+        self.visible = False
         self.offset = offset
         self.nbytes = nbytes
         self.children: set[Chunk] = set()
@@ -48,6 +62,16 @@ class Chunk:
 
     def __repr__(self) -> str:
         return f"<Chunk {self.key[:4].hex()} {self.state.value} pins={self.pins} children={len(self.children)}>"
+
+    def chain(self) -> list[Chunk]:
+        """All chunks of the chain that ends here, root first."""
+        chain: list[Chunk] = []
+        link: Chunk | None = self
+        while link is not None:
+            chain.append(link)
+            link = link.parent
+        chain.reverse()
+        return chain
 
 
 @dataclass(slots=True)
@@ -91,19 +115,24 @@ class ChunkIndex:
     def __repr__(self) -> str:
         return f"<ChunkIndex {self._num_chunks} chunks in {len(self._namespaces)} namespaces>"
 
-    def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> list[Chunk]:
-        """The longest committed prefix of `keys`. To look is not to use; `pin` is."""
-        found: list[Chunk] = []
+    def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> Chunk | None:
+        """The last chunk of the longest prefix of `keys` that is all committed. To look is not to use; `pin` is.
+
+        A chunk is there only if all before it are, so this asks for few of the keys, by halves.
+        """
         get = self._namespaces.get(namespace, {}).get
-        parent: Chunk | None = None
-        for key in keys:
-            chunk = get(key)
-            if chunk is None or chunk.parent is not parent or chunk.state is not _COMMITTED:
-                break
-            found.append(chunk)
-            parent = chunk
-        self.counters.hits += len(found)
-        self.counters.misses += len(keys) - len(found)
+        found: Chunk | None = None
+        low, high = 0, len(keys)  # `low` chunks are there
+        probe = high  # first the whole prompt, since a prompt that comes again comes often
+        while low < high:
+            chunk = get(keys[probe - 1])
+            if chunk is not None and chunk.visible and chunk.depth == probe:
+                found, low = chunk, probe
+            else:
+                high = probe - 1
+            probe = (low + high + 1) // 2
+        self.counters.hits += low
+        self.counters.misses += len(keys) - low
         return found
 
     def reserve(self, namespace: bytes, keys: Sequence[bytes], nbytes: int, start: int = 0) -> Reservation:
@@ -142,7 +171,9 @@ class ChunkIndex:
                 self._drop(chunk)
                 continue
             assert chunk.state is ChunkState.RESERVED, chunk
-            chunk.state = _COMMITTED
+            chunk.state = ChunkState.COMMITTED
+            if chunk.parent is None or chunk.parent.visible:
+                _show(chunk)
             self._use(chunk)
             num_shown += 1
         self.counters.committed += num_shown
@@ -156,19 +187,17 @@ class ChunkIndex:
                 self._unlink(chunk)
             self._drop(chunk)
 
-    def pin(self, chain: Sequence[Chunk]) -> None:
-        """Use the committed chunks of `chain`, which begins at its root, and keep them until `unpin`."""
-        if chain:
-            assert chain[-1].state is _COMMITTED, chain[-1]
-            chain[-1].pins += 1
-            self._use(chain[-1])
+    def pin(self, last: Chunk) -> None:
+        """Use the chain that ends with `last`, which is visible, and keep all of it until `unpin`."""
+        assert last.visible, last
+        last.pins += 1
+        self._use(last)
 
-    def unpin(self, chain: Sequence[Chunk]) -> None:
+    def unpin(self, last: Chunk) -> None:
         """Undo one `pin` of the same chain; counts as a use."""
-        if chain:
-            assert chain[-1].pins > 0, chain[-1]
-            chain[-1].pins -= 1
-            self._use(chain[-1])
+        assert last.pins > 0, last
+        last.pins -= 1
+        self._use(last)
 
     def evict_one(self) -> bool:
         """Drop the least recently used chunk that nothing needs; False where there is none."""
@@ -226,7 +255,7 @@ class ChunkIndex:
 
     @staticmethod
     def _is_free_leaf(chunk: Chunk) -> bool:
-        return not chunk.children and not chunk.pins and chunk.state is _COMMITTED
+        return not chunk.children and not chunk.pins and chunk.state is ChunkState.COMMITTED
 
     def _orphan(self, root: Chunk) -> None:
         """Drop all below an aborted chunk. What is being written keeps its slot until its writer ends it."""
@@ -234,7 +263,7 @@ class ChunkIndex:
         for chunk in below:
             below.extend(chunk.children)
         for chunk in reversed(below[1:]):
-            was_whole = chunk.state is _COMMITTED
+            was_whole = chunk.state is ChunkState.COMMITTED
             self._unlink(chunk)
             if was_whole:
                 self._drop(chunk)
@@ -242,6 +271,7 @@ class ChunkIndex:
     def _unlink(self, chunk: Chunk) -> None:
         """Take a leaf out of the tree; its slot is still taken."""
         chunk.state = ChunkState.GONE
+        chunk.visible = False
         parent = chunk.parent
         if parent is not None:
             parent.children.discard(chunk)
@@ -256,3 +286,11 @@ class ChunkIndex:
     def _drop(self, chunk: Chunk) -> None:
         self._pool.free(chunk.offset)
         self.counters.aborted += 1
+
+
+def _show(root: Chunk) -> None:
+    """Make a committed chunk visible, and what is committed below it."""
+    shown = [root]
+    for chunk in shown:
+        chunk.visible = True
+        shown.extend(child for child in chunk.children if child.state is ChunkState.COMMITTED)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.cache.index import Chunk, ChunkIndex
@@ -16,7 +16,7 @@ from kvferry.cache.index import Chunk, ChunkIndex
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A promise of `num_chunks` chunks to each rank that is still in `shares`."""
+    """A promise of `num_chunks` chunks to each rank that is still in `shares`, by the last of them."""
 
     lease_id: int
     owner: Hashable
@@ -24,7 +24,7 @@ class Lease:
     request_id: str
     num_chunks: int
     expires_at: float
-    shares: dict[int, Sequence[Chunk]] = field(default_factory=dict)
+    shares: dict[int, Chunk] = field(default_factory=dict)
 
 
 class LeaseTable:
@@ -41,15 +41,15 @@ class LeaseTable:
         return len(self._leases)
 
     def grant(
-        self, owner: Hashable, request_id: str, *, scope: Hashable, shares: Mapping[int, Sequence[Chunk]], now: float
+        self, owner: Hashable, request_id: str, *, scope: Hashable, shares: Mapping[int, Chunk], now: float
     ) -> Lease:
-        """Pin `shares` (chunks by rank, all of one length) for a request.
+        """Pin `shares` (for each rank the last chunk of its chain, all of one depth) for a request.
 
         The request's earlier lease is kept, with a new term, where it promises the same; else it is replaced.
         """
-        (num_chunks,) = {len(share) for share in shares.values()}
+        (num_chunks,) = {share.depth for share in shares.values()}
         old = self._requests.get((owner, request_id))
-        if old is not None and self._same(old, shares, num_chunks):
+        if old is not None and old.shares.items() <= shares.items():
             old.expires_at = now + self._ttl_s
             self._leases.move_to_end(old.lease_id)
             return old
@@ -72,7 +72,9 @@ class LeaseTable:
         lease = self._leases.get(lease_id)
         if lease is None:
             return
-        self._index.unpin(lease.shares.pop(rank, ()))
+        share = lease.shares.pop(rank, None)
+        if share is not None:
+            self._index.unpin(share)
         if not lease.shares:
             self.release(lease_id)
 
@@ -106,10 +108,3 @@ class LeaseTable:
         """When `expire` has something to do next."""
         lease = next(iter(self._leases.values()), None)
         return None if lease is None else lease.expires_at
-
-    @staticmethod
-    def _same(lease: Lease, shares: Mapping[int, Sequence[Chunk]], num_chunks: int) -> bool:
-        """Whether what is left of `lease` promises these chunks (the last one stands for its chain)."""
-        if lease.num_chunks != num_chunks or not lease.shares.keys() <= shares.keys():
-            return False
-        return all(share[-1] is shares[rank][-1] for rank, share in lease.shares.items())

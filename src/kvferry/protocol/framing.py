@@ -23,7 +23,7 @@ from kvferry.ipc.fds import recv_fds, send_fds
 from kvferry.protocol.messages import MAX_FDS_A_BATCH, FdBatch, Message, Reply, Request
 
 MAX_FRAME_BYTES = 16 << 20
-READ_BYTES = 256 << 10
+READ_BYTES = 64 << 10  # less than what malloc maps anew each time
 _LENGTH = struct.Struct("<I")
 
 _M = TypeVar("_M")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvferry.cache import Chunk, Reservation
 from kvferry.errors import BlockIdError, ProtocolError, RequestError
 from kvferry.protocol.messages import Cancel, Error, Message, Retrieve, Retrieved, Store, Stored
-from kvferry.server.lookups import split_keys
+from kvferry.server.lookups import KeyRun
 from kvferry.server.session import CacheState, RankCache, Session
 from kvferry.server.state import State
 from kvferry.server.tasks import CopyDone, CopyTask, Direction, Failure
@@ -32,7 +32,7 @@ class _RetrieveJob:
     cache: RankCache
     seq: int
     lease_id: int
-    chunks: Sequence[Chunk]
+    last: Chunk
     block_ids: bytes
     skip_blocks: int
 
@@ -51,7 +51,7 @@ class Jobs:
         """Reserve what is missing, and have it copied."""
         cache = self._live_cache(session, message.seq)
         geometry = cache.engine.geometry
-        keys = split_keys(message.keys)
+        keys = KeyRun(message.keys)
         blocks = _check_count(message.block_ids, len(keys), geometry.chunk_tokens // geometry.block_size)
         reservation = self._state.index.reserve(
             cache.entry.namespace, keys, geometry.chunk_bytes, min(message.start_chunk, len(keys))
@@ -76,19 +76,18 @@ class Jobs:
         geometry = cache.engine.geometry
         lease = self._state.leases.get(message.lease_id)
         share = None if lease is None or lease.scope != cache.engine.key else lease.shares.get(cache.rank)
-        if share is None:
-            raise RequestError(
-                "lease", f"rank {cache.rank} has no share of that lease: it is taken, released or overdue"
-            )
+        # An engine that came back with another layout has the same id, and must not get what the old one left.
+        if share is None or share.namespace != cache.entry.namespace:
+            raise RequestError("lease", f"no share of rank {cache.rank} under that lease: taken, released or overdue")
         blocks = geometry.chunk_tokens // geometry.block_size
-        block_ids = message.block_ids[: len(share) * blocks * BLOCK_ID_BYTES]
-        _check_count(block_ids, len(share), blocks)
-        if message.skip_blocks > len(share) * blocks:
-            raise BlockIdError(f"{message.skip_blocks} blocks to skip of {len(share) * blocks}")
+        block_ids = message.block_ids[: share.depth * blocks * BLOCK_ID_BYTES]
+        _check_count(block_ids, share.depth, blocks)
+        if message.skip_blocks > share.depth * blocks:
+            raise BlockIdError(f"{message.skip_blocks} blocks to skip of {share.depth * blocks}")
         self._state.counters.retrieves += 1
         self._state.index.pin(share)
-        job = _RetrieveJob(session, cache, message.seq, message.lease_id, share, message.block_ids, message.skip_blocks)
-        self._submit(job, Direction.SCATTER, block_ids, chunks=share, message=message)
+        job = _RetrieveJob(session, cache, message.seq, message.lease_id, share, block_ids, message.skip_blocks)
+        self._submit(job, Direction.SCATTER, block_ids, chunks=share.chain(), message=message)
 
     def cancel(self, session: Session, message: Cancel) -> None:
         """Stop a job; its own reply says when. One that has ended is no error."""
@@ -117,13 +116,13 @@ class Jobs:
 
     def _end_retrieve(self, job: _RetrieveJob, done: CopyDone) -> Message:
         counters = self._state.counters
-        self._state.index.unpin(job.chunks)
+        self._state.index.unpin(job.last)
         counters.bytes_retrieved += done.num_chunks * job.cache.engine.geometry.chunk_bytes
         if done.failure is None:
             self._state.leases.take(job.lease_id, job.cache.rank)
             return Retrieved(job.seq, done.num_chunks)
         counters.retrieves_failed += 1
-        blocks = len(job.block_ids) // BLOCK_ID_BYTES // len(job.chunks)
+        blocks = len(job.block_ids) // BLOCK_ID_BYTES // job.last.depth
         first = max(job.skip_blocks, done.num_chunks * blocks) * BLOCK_ID_BYTES
         return Error(job.seq, done.failure.code, done.failure.text, job.block_ids[first:])
 

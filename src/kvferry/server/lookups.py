@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-
-import numpy as np
+from typing import overload
 
 from kvferry.cache import Chunk
 from kvferry.errors import ProtocolError, RequestError
@@ -15,12 +14,29 @@ from kvferry.server.session import Session
 from kvferry.server.state import State
 
 
-def split_keys(keys: bytes) -> list[bytes]:
-    """The single keys of a chain. Raises ProtocolError where the bytes are no whole number of them."""
-    if len(keys) % KEY_BYTES:
-        raise ProtocolError(f"{len(keys)} bytes of keys; each key has {KEY_BYTES}")
-    split: list[bytes] = np.frombuffer(keys, dtype=f"V{KEY_BYTES}").tolist()  # five times as fast as slicing
-    return split
+class KeyRun(Sequence[bytes]):
+    """The keys of a chain as they came, one after the other. Raises ProtocolError where they are no whole number."""
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) % KEY_BYTES:
+            raise ProtocolError(f"{len(data)} bytes of keys; each key has {KEY_BYTES}")
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data) // KEY_BYTES
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._data[index * KEY_BYTES : (index + 1) * KEY_BYTES]
 
 
 class Lookups:
@@ -46,7 +62,7 @@ class Lookups:
         if session.engine_id is None:
             raise RequestError("attach", "a lookup needs an engine: attach(engine_id) or register first")
         self._state.counters.lookups += 1
-        keys = split_keys(message.keys)
+        keys = KeyRun(message.keys)
         engine = self._state.engines.get(session.tenant, session.engine_id)
         if engine is None or not engine.ready:
             session.send(Found(message.seq, 0, 0))
@@ -67,12 +83,21 @@ class Lookups:
         if lease is not None and session.engine_id is not None and lease.scope == (session.tenant, session.engine_id):
             self._state.leases.release(message.lease_id)
 
-    def _find(self, engine: Engine, keys: Sequence[bytes]) -> dict[int, Sequence[Chunk]]:
-        """For each rank its chunks of the longest prefix that all of them have; empty where there is none."""
-        shares: dict[int, Sequence[Chunk]] = {}
+    def _find(self, engine: Engine, keys: Sequence[bytes]) -> dict[int, Chunk]:
+        """For each rank the last chunk of the longest prefix that all of them have; empty where there is none."""
+        found: dict[int, Chunk] = {}
         for number, rank in engine.ranks.items():
-            shares[number] = self._state.index.lookup(rank.namespace, keys)
-            keys = keys[: len(shares[number])]
-            if not keys:
+            chunk = self._state.index.lookup(rank.namespace, keys)
+            if chunk is None:
                 return {}
-        return {number: share[: len(keys)] for number, share in shares.items()}
+            found[number] = chunk
+        depth = min(chunk.depth for chunk in found.values())
+        return {number: _ancestor(chunk, depth) for number, chunk in found.items()}
+
+
+def _ancestor(chunk: Chunk, depth: int) -> Chunk:
+    """The chunk of the same chain at `depth`."""
+    while chunk.depth > depth:
+        assert chunk.parent is not None
+        chunk = chunk.parent
+    return chunk
