@@ -144,8 +144,9 @@ class ChunkIndex:
         parent: Chunk | None = None
         fresh: list[Chunk] = []
         num_kept = 0
+        empty: dict[bytes, Chunk] = {}
         for position, key in enumerate(keys):
-            chunk = self._get(namespace, key)
+            chunk = self._namespaces.get(namespace, empty).get(key)
             if chunk is None and position >= start:
                 chunk = self._insert(namespace, key, parent, nbytes)
                 if chunk is None:
@@ -211,10 +212,6 @@ class ChunkIndex:
                 return True
             self._queue(chunk)
         return False
-
-    def _get(self, namespace: bytes, key: bytes) -> Chunk | None:
-        chunks = self._namespaces.get(namespace)
-        return None if chunks is None else chunks.get(key)
 
     def _insert(self, namespace: bytes, key: bytes, parent: Chunk | None, nbytes: int) -> Chunk | None:
         offset = self._pool.allocate(nbytes)

@@ -20,7 +20,7 @@ def slot_bytes(nbytes: int) -> int:
     return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Area:
     """One usable piece of the buffer: `num_regions` regions of `region_bytes` from `offset`."""
 
@@ -31,6 +31,10 @@ class _Area:
 
     def take(self, count: int) -> int | None:
         """The first of `count` neighbouring free regions, which become used; None where there are none."""
+        if len(self.free) < count:
+            return None
+        if count == 1:
+            return self.free.pop()
         run = 0
         for region in range(self.num_regions):
             run = run + 1 if region in self.free else 0
@@ -62,6 +66,7 @@ class SlabPool:
 
     def __init__(self) -> None:
         self._areas: list[_Area] = []
+        self._roomy: dict[_Area, None] = {}  # the areas with a free region
         self._partial: dict[int, dict[_Slab, None]] = {}  # slot size -> slabs that have a free slot
         self._owner: dict[int, _Slab] = {}  # offset of a used slot -> its slab
         self.capacity_bytes = 0
@@ -77,7 +82,9 @@ class SlabPool:
         region = min(nbytes, max(MIN_REGION_BYTES, min(MAX_REGION_BYTES, nbytes // REGIONS_PER_AREA)))
         region -= region % SLOT_ALIGNMENT
         count = nbytes // region
-        self._areas.append(_Area(offset, region, count, set(range(count))))
+        area = _Area(offset, region, count, set(range(count)))
+        self._areas.append(area)
+        self._roomy[area] = None
         self.capacity_bytes += nbytes
 
     def fits(self, nbytes: int) -> bool:
@@ -110,15 +117,18 @@ class SlabPool:
         if slab.empty:
             partial.pop(slab, None)
             slab.area.free.update(range(slab.first_region, slab.first_region + slab.num_regions))
+            self._roomy[slab.area] = None
         else:
             partial[slab] = None
 
     def _new_slab(self, size: int) -> _Slab | None:
-        for area in self._areas:
+        for area in self._roomy:
             count = -(-size // area.region_bytes)
-            first = area.take(count) if count <= area.num_regions else None
+            first = area.take(count)
             if first is None:
                 continue
+            if not area.free:
+                del self._roomy[area]
             base = area.offset + first * area.region_bytes
             num_slots = count * area.region_bytes // size
             offsets = [base + slot * size for slot in reversed(range(num_slots))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import overload
 
 from kvferry.cache import Chunk
@@ -24,6 +24,10 @@ class KeyRun(Sequence[bytes]):
 
     def __len__(self) -> int:
         return len(self._data) // KEY_BYTES
+
+    def __iter__(self) -> Iterator[bytes]:
+        size = KEY_BYTES
+        return (self._data[start : start + size] for start in range(0, len(self._data), size))
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
