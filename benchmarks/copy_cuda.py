@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from kvferry.copy import CudaCopier, plan_batches
+from kvferry.copy import ChunkMap, CudaCopier
 from kvferry.layout import KVLayout, Plane
 
 LAYERS = 32
@@ -59,11 +59,12 @@ def measure(copier: CudaCopier, nbytes: int, block_bytes: int, rounds: int) -> l
     dense = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     ids = np.random.default_rng(7).permutation(num_blocks)[: num_chunks * per_chunk]
     flats = pinned.data_ptr() + np.random.default_rng(8).permutation(num_chunks) * (per_chunk * layout.block_bytes)
+    chunk_map = ChunkMap(layout, [cache.data_ptr()], per_chunk)
     calls: dict[str, Callable[[], object]] = {
         "d2h": lambda: pinned.copy_(dense, non_blocking=True),
-        "gather": lambda: copier.gather(plan_batches(layout, [cache.data_ptr()], ids, flats)),
+        "gather": lambda: copier.gather(chunk_map.plan(ids, flats)),
         "h2d": lambda: dense.copy_(pinned, non_blocking=True),
-        "scatter": lambda: copier.scatter(plan_batches(layout, [cache.data_ptr()], ids, flats)),
+        "scatter": lambda: copier.scatter(chunk_map.plan(ids, flats)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds + 1):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvferry.copy import HostCopier, plan_batches
+from kvferry.copy import ChunkMap, HostCopier
 from kvferry.layout import KVLayout, Plane
 
 BLOCKS_PER_CHUNK = 4
@@ -58,11 +58,12 @@ def measure(nbytes: int, block_bytes: int, rounds: int) -> list[dict[str, object
     )
     ids = np.random.default_rng(7).permutation(num_blocks)
     chunks = flat.address + np.arange(num_blocks // BLOCKS_PER_CHUNK) * block_bytes * BLOCKS_PER_CHUNK
+    chunk_map = ChunkMap(layout, [paged.address], BLOCKS_PER_CHUNK)
     copier = HostCopier()
     calls: dict[str, Callable[[], object]] = {
         "memcpy": lambda: ctypes.memmove(flat.address, paged.address, nbytes),
-        "gather": lambda: copier.gather(plan_batches(layout, [paged.address], ids, chunks)),
-        "scatter": lambda: copier.scatter(plan_batches(layout, [paged.address], ids, chunks)),
+        "gather": lambda: copier.gather(chunk_map.plan(ids, chunks)),
+        "scatter": lambda: copier.scatter(chunk_map.plan(ids, chunks)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

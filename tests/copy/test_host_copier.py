@@ -12,7 +12,7 @@ import pytest
 
 import kvferry.copy.streaming
 from copy_layouts import CASES, UNTOUCHED, Case, make_case
-from kvferry.copy import HostCopier, oracle, plan_runs
+from kvferry.copy import ChunkMap, CopyPlan, HostCopier, oracle
 from kvferry.copy.oracle import Bytes
 from kvferry.copy.streaming import STREAM_ROWS, StreamingCopy
 from kvferry.errors import CopyCancelled
@@ -33,13 +33,18 @@ def flat_side(case: Case, shift: int) -> tuple[Bytes, list[int]]:
     return memory, [start + index * case.chunk_bytes for index in range(case.num_chunks)]
 
 
+def planned(case: Case, storages: list[Bytes], flats: list[int], skip: int = 0) -> CopyPlan:
+    bases = [storage.ctypes.data for storage in storages]
+    return ChunkMap(case.layout, bases, case.per_chunk).plan(case.ids, flats, skip)
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shift", [0, 1, 16])
 def test_gather(copier: HostCopier, name: str, shift: int) -> None:
     case = CASES[name]
     storages = case.random_storages(3)
     memory, flats = flat_side(case, shift)
-    copier.gather(plan_runs(case.layout, [storage.ctypes.data for storage in storages], case.ids, flats))
+    copier.gather(planned(case, storages, flats))
     expected = np.concatenate(oracle.gather(case.layout, storages, case.ids, num_chunks=case.num_chunks))
     assert np.array_equal(memory[shift : shift + len(expected)], expected)
     assert set(memory[:shift]) | set(memory[shift + len(expected) :]) == {UNTOUCHED}
@@ -55,7 +60,7 @@ def test_scatter(copier: HostCopier, name: str, shift: int) -> None:
     memory[shift : shift + case.num_chunks * case.chunk_bytes] = np.concatenate(chunks)
     found = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.storage_bytes]
     expected = [storage.copy() for storage in found]
-    copier.scatter(plan_runs(case.layout, [storage.ctypes.data for storage in found], case.ids, flats, skip))
+    copier.scatter(planned(case, found, flats, skip))
     oracle.scatter(case.layout, expected, case.ids, chunks, skip)
     for one, other in zip(found, expected, strict=True):
         assert np.array_equal(one, other)
@@ -65,19 +70,19 @@ def test_cancel_stops_between_steps(copier: HostCopier) -> None:
     case = make_case([1 << 20], num_blocks=64, per_chunk=1, num_chunks=64)
     storages = case.random_storages(5)
     memory, flats = flat_side(case, 0)
-    runs = plan_runs(case.layout, [storage.ctypes.data for storage in storages], case.ids, flats)
+    plan = planned(case, storages, flats)
     answers = iter([False, False, True])
     with pytest.raises(CopyCancelled, match="after 33554432 bytes"):
-        copier.gather(runs, lambda: next(answers))
+        copier.gather(plan, lambda: next(answers))
     assert set(memory[32 << 20 :][:: 1 << 16]) == {UNTOUCHED}
     with pytest.raises(CopyCancelled, match="after 0 bytes"):
-        copier.scatter(runs, lambda: True)
-    copier.gather(runs, lambda: False)
+        copier.scatter(plan, lambda: True)
+    copier.gather(plan, lambda: False)
 
 
 def test_nothing_to_do(copier: HostCopier) -> None:
     case = CASES["pages_dense"]
-    copier.gather(plan_runs(case.layout, [0, 0], [], []))
+    copier.gather(ChunkMap(case.layout, [0, 0], 4).plan([], []))
     copier.warm()
     copier.close()
 
@@ -87,7 +92,7 @@ def test_other_threads_run_meanwhile(copier: HostCopier) -> None:
     case = make_case([8 << 20], num_blocks=8, per_chunk=1, num_chunks=8)
     storages = case.random_storages(6)
     memory, flats = flat_side(case, 0)
-    runs = plan_runs(case.layout, [storage.ctypes.data for storage in storages], case.ids, flats)
+    plan = planned(case, storages, flats)
     counted = [0]
     stop = threading.Event()
 
@@ -100,7 +105,7 @@ def test_other_threads_run_meanwhile(copier: HostCopier) -> None:
     try:
         before = counted[0]
         for _ in range(10):
-            copier.gather(runs)
+            copier.gather(plan)
         assert counted[0] > before
         assert memory[-1] == UNTOUCHED
     finally:

@@ -1,29 +1,39 @@
-"""What the kernel `copy_runs` does, for the double of the driver."""
+"""What the kernel `copy_chunks` does, for the double of the driver."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 
 from doubles.fake_cuda import FakeDriver
 
-_ROW_WORDS = 4
+_STRIP_WORDS = 5
 
 
 def install(driver: FakeDriver) -> None:
-    """Let modules that are loaded from now on have a kernel `copy_runs`."""
-    driver.fake.kernels["copy_runs"] = _copy_runs
+    """Let modules that are loaded from now on have a kernel `copy_chunks`."""
+    driver.fake.kernels["copy_chunks"] = _copy_chunks
 
 
-def _copy_runs(places: list[int]) -> Callable[[], None]:
-    table = ctypes.c_uint64.from_address(places[0]).value
-    count = ctypes.c_uint32.from_address(places[1]).value
+def _copy_chunks(places: list[int]) -> Callable[[], None]:
+    words = [ctypes.c_uint64.from_address(place).value for place in places[:-1]]
+    strips_at, num_strips, ids_at, blocks, chunk_bytes, begin, end, staging = words
+    to_flat = ctypes.c_uint32.from_address(places[-1]).value
 
     def run() -> None:
         # The table is read when the kernel runs, as on a GPU: one that was written again too early shows.
-        words = (ctypes.c_uint64 * (_ROW_WORDS * count)).from_address(table)
-        for row in range(count):
-            source, target, nbytes, _ = words[_ROW_WORDS * row : _ROW_WORDS * (row + 1)]
-            ctypes.memmove(target, source, nbytes)
+        strips = (ctypes.c_uint64 * (_STRIP_WORDS * num_strips)).from_address(strips_at)
+        chunks = range(begin // chunk_bytes, -(-end // chunk_bytes))
+        for chunk, index, block in itertools.product(chunks, range(num_strips), range(blocks)):
+            start, stride, nbytes, place, pitch = strips[_STRIP_WORDS * index : _STRIP_WORDS * (index + 1)]
+            block_id = ctypes.c_int32.from_address(ids_at + 4 * (chunk * blocks + block)).value
+            at = chunk * chunk_bytes + place + block * pitch
+            first, stop = max(at, begin), min(at + nbytes, end)
+            if block_id < 0 or first >= stop:
+                continue
+            paged = start + block_id * stride + first - at
+            staged = staging + first - begin
+            ctypes.memmove(*((staged, paged) if to_flat else (paged, staged)), stop - first)
 
     return run

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from copy_layouts import CASES, UNTOUCHED, Case, layout_of, make_case
-from kvferry.copy import CudaCopier, oracle, plan_batches, plan_runs
+from kvferry.copy import ChunkMap, CopyPlan, CudaCopier, oracle
 from kvferry.copy.oracle import Bytes
 from kvferry.errors import CopyCancelled
 from kvferry.layout import Plane
@@ -46,8 +46,9 @@ def pinned_chunks(case: Case, shift: int) -> tuple[torch.Tensor, list[int]]:
     return memory, [start + place * case.chunk_bytes + place // 2 * 16 for place in places]
 
 
-def bases_of(tensors: list[torch.Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+def planned(case: Case, tensors: list[torch.Tensor], flats: list[int], skip: int = 0) -> CopyPlan:
+    chunks = ChunkMap(case.layout, [tensor.data_ptr() for tensor in tensors], case.per_chunk)
+    return chunks.plan(case.ids, flats, skip)
 
 
 def at(memory: torch.Tensor, case: Case, flat: int) -> Any:
@@ -63,7 +64,7 @@ def test_gather(copier: CudaCopier, name: str, shift: int) -> None:
     tensors = on_device(storages)
     memory, flats = pinned_chunks(case, shift)
     expected_memory = memory.clone()
-    copier.gather(plan_runs(case.layout, bases_of(tensors), case.ids, flats))
+    copier.gather(planned(case, tensors, flats))
     expected = oracle.gather(case.layout, storages, case.ids, num_chunks=case.num_chunks)
     for flat, chunk in zip(flats, expected, strict=True):
         start = flat - memory.data_ptr()
@@ -83,7 +84,7 @@ def test_scatter(copier: CudaCopier, name: str, shift: int, skip_share: float) -
         at(memory, case, flat)[:] = chunk
     expected = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.storage_bytes]
     tensors = on_device(expected)
-    copier.scatter(plan_batches(case.layout, bases_of(tensors), case.ids, flats, skip))
+    copier.scatter(planned(case, tensors, flats, skip))
     oracle.scatter(case.layout, expected, case.ids, chunks, skip)
     for found, wanted in zip(on_host(tensors), expected, strict=True):
         assert np.array_equal(found, wanted)
@@ -100,8 +101,8 @@ def test_lengths_at_every_alignment(copier: CudaCopier, length: int, paged_shift
     tensors = on_device(storages)
     back = on_device([np.full(case.storage_bytes[0], UNTOUCHED, dtype=np.uint8)])
     memory, flats = pinned_chunks(case, flat_shift)
-    copier.gather(plan_runs(layout, bases_of(tensors), case.ids, flats))
-    copier.scatter(plan_runs(layout, bases_of(back), case.ids, flats))
+    copier.gather(planned(case, tensors, flats))
+    copier.scatter(planned(case, back, flats))
     assert memory[-1] == UNTOUCHED
     expected = np.full(case.storage_bytes[0], UNTOUCHED, dtype=np.uint8)
     for block in range(num_blocks):
@@ -118,8 +119,8 @@ def test_round_trip_of_a_large_cache() -> None:
     torch.cuda.synchronize()
     memory, flats = pinned_chunks(case, 0)
     with CudaCopier(0) as copier:
-        copier.gather(plan_batches(case.layout, bases_of(cache), case.ids, flats))
-        copier.scatter(plan_batches(case.layout, bases_of(back), case.ids, flats))
+        copier.gather(planned(case, cache, flats))
+        copier.scatter(planned(case, back, flats))
     assert memory[-1] == UNTOUCHED
     used = torch.zeros(160, dtype=torch.bool, device="cuda:0")
     used[torch.tensor(case.ids, device="cuda:0")] = True
@@ -134,15 +135,15 @@ def test_cancel_waits_and_the_next_copy_is_right() -> None:
     storages = case.random_storages(7)
     tensors = on_device(storages)
     memory, flats = pinned_chunks(case, 0)
-    runs = plan_runs(case.layout, bases_of(tensors), case.ids, flats)
+    plan = planned(case, tensors, flats)
     answers = iter([False] * 7 + [True])
     with CudaCopier(0, SMALL_STAGING) as copier:
         with pytest.raises(CopyCancelled):
-            copier.gather(runs, lambda: next(answers))
+            copier.gather(plan, lambda: next(answers))
         after = memory.clone()
         torch.cuda.synchronize()
         assert torch.equal(after, memory)
-        copier.gather(runs)
+        copier.gather(plan)
     expected = oracle.gather(case.layout, storages, case.ids, num_chunks=case.num_chunks)
     assert all(np.array_equal(at(memory, case, flat), chunk) for flat, chunk in zip(flats, expected, strict=True))
 
@@ -165,7 +166,7 @@ def test_a_second_stream_writes_the_neighbours() -> None:
         with torch.cuda.stream(engine):
             for value in range(200):
                 cache[1::2] = value
-        copier.scatter(plan_runs(layout, [cache.data_ptr()], case.ids, flats))
+        copier.scatter(planned(case, [cache], flats))
         torch.cuda.synchronize()
     expected = [np.full(num_blocks * block, UNTOUCHED, dtype=np.uint8)]
     oracle.scatter(layout, expected, case.ids, chunks)

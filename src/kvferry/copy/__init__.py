@@ -5,6 +5,6 @@ from __future__ import annotations
 from kvferry.copy.copier import Copier
 from kvferry.copy.cuda import CudaCopier
 from kvferry.copy.host import HostCopier
-from kvferry.copy.plan import Runs, plan_batches, plan_runs
+from kvferry.copy.plan import ChunkMap, CopyPlan
 
-__all__ = ["Copier", "CudaCopier", "HostCopier", "Runs", "plan_batches", "plan_runs"]
+__all__ = ["ChunkMap", "Copier", "CopyPlan", "CudaCopier", "HostCopier"]

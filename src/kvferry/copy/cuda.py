@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
-from pathlib import Path
 
-from kvferry.copy.copier import Cancelled, Work, batches_of, check_cancelled
-from kvferry.copy.staging import MAX_PIECES, StagingHalf
-from kvferry.copy.steps import cut_steps
+from kvferry.copy.copier import Cancelled, check_cancelled
+from kvferry.copy.kernel import CopyKernel
+from kvferry.copy.plan import CopyPlan
+from kvferry.copy.staging import StagingHalf
+from kvferry.copy.steps import ALIGNMENT, cut_steps
 from kvferry.cuda.device import bound
-from kvferry.cuda.nvrtc import Function, Module, compile_ptx
 
+_MIN_STAGING_BYTES = 2 * ALIGNMENT
 _MAX_STAGING_BYTES = 256 << 20
-_SOURCE = Path(__file__).with_name("copy_runs.cu")
 
 
 class CudaCopier:
     """Two halves of staging take turns: while the copy engine moves one, a small kernel fills or empties the other.
 
-    The paged side are device addresses, mapped in this process; the flat side is pinned host memory. The kernel takes
-    at most `max_ctas` blocks of 512 threads, so that an engine on the same GPU hardly notices it. For one thread at a
-    time.
+    The paged side are device addresses, mapped in this process; the flat side is pinned host memory, and chunks that
+    touch lie in memory that was pinned at once. The kernel takes at most `max_ctas` blocks of 512 threads, so that an
+    engine on the same GPU hardly notices it. For one thread at a time.
 
     What ran on the paged memory before in other streams has to be done before `gather` or `scatter` is called.
     """
 
     def __init__(self, device: int, staging_bytes: int = 64 << 20, *, max_ctas: int = 32) -> None:
-        if not 2 <= staging_bytes <= _MAX_STAGING_BYTES or max_ctas < 1:
+        if not _MIN_STAGING_BYTES <= staging_bytes <= _MAX_STAGING_BYTES or max_ctas < 1:
             raise ValueError(
-                f"staging of {staging_bytes} bytes and {max_ctas} CTAs; staging has 2 to {_MAX_STAGING_BYTES} bytes, "
-                "and there is at least one CTA"
+                f"staging of {staging_bytes} bytes and {max_ctas} CTAs; staging has {_MIN_STAGING_BYTES} to "
+                f"{_MAX_STAGING_BYTES} bytes, and there is at least one CTA"
             )
         self.device = device
-        self._half_bytes = staging_bytes // 2
+        self._half_bytes = staging_bytes // 2 // ALIGNMENT * ALIGNMENT
         self._max_ctas = max_ctas
-        self._kernel: Function | None = None
+        self._kernel: CopyKernel | None = None
         self._halves: tuple[StagingHalf, ...] = ()
         self._undo = ExitStack()
 
-    def gather(self, runs: Work, cancelled: Cancelled | None = None) -> None:
-        """Copy from the paged side to the flat side."""
-        self._copy(runs, cancelled, gather=True)
+    def gather(self, plan: CopyPlan, cancelled: Cancelled | None = None) -> None:
+        """Copy from the paged side to the flat side; ValueError where the plan skips a part of a chunk."""
+        self._copy(plan.in_order(whole=True), cancelled, to_flat=True)
 
-    def scatter(self, runs: Work, cancelled: Cancelled | None = None) -> None:
-        """Copy from the flat side to the paged side."""
-        self._copy(runs, cancelled, gather=False)
+    def scatter(self, plan: CopyPlan, cancelled: Cancelled | None = None) -> None:
+        """Copy from the flat side to the paged side. Of a chunk of which a part is skipped all is read."""
+        self._copy(plan.in_order(whole=False), cancelled, to_flat=False)
 
     def warm(self) -> None:
         """Compile the kernel and allocate the staging, if that is still to be done."""
@@ -69,35 +69,33 @@ class CudaCopier:
     def __repr__(self) -> str:
         return f"<CudaCopier on device {self.device}, {'ready' if self._halves else 'closed'}>"
 
-    def _copy(self, runs: Work, cancelled: Cancelled | None, *, gather: bool) -> None:
+    def _copy(self, plan: CopyPlan, cancelled: Cancelled | None, *, to_flat: bool) -> None:
+        if not len(plan.flats):
+            return
         kernel = self._ready()
-        steps = cut_steps(batches_of(runs), buffer_bytes=self._half_bytes, max_pieces=MAX_PIECES, growing=gather)
-        done = 0
+        steps = cut_steps(plan, buffer_bytes=self._half_bytes, growing=to_flat)
         with bound(self.device) as drv, ExitStack() as drained:
             for half in self._halves:
-                drained.callback(half.drain)
+                drained.callback(half.drain, drv)
+            kernel.load(drv, plan, stream=self._halves[0].stream)
+            self._halves[1].follow(drv, self._halves[0])
             for index, step in enumerate(steps):
-                check_cancelled(cancelled, done)
-                half = self._halves[index % 2]
-                if gather:
-                    half.gather(drv, step, kernel)
-                else:
-                    half.scatter(drv, step, kernel)
-                done += int(step.pieces.nbytes.sum())
+                check_cancelled(cancelled, step.begin)
+                self._halves[index % 2].submit(drv, step, kernel, to_flat=to_flat)
 
-    def _ready(self) -> Function:
+    def _ready(self) -> CopyKernel:
         if self._kernel is not None:
             return self._kernel
         with ExitStack() as undo:
-            module = undo.enter_context(Module(compile_ptx(_SOURCE.read_text(), self.device), self.device))
+            kernel = CopyKernel(self.device, max_ctas=self._max_ctas)
+            undo.callback(kernel.close)
             halves = []
             for _ in range(2):
-                halves.append(StagingHalf(self.device, self._half_bytes, max_ctas=self._max_ctas))
+                halves.append(StagingHalf(self.device, self._half_bytes))
                 undo.callback(halves[-1].close)
-            kernel = module.function("copy_runs")
             with bound(self.device) as drv:
-                for half in halves:
-                    half.warm(drv, kernel)
+                kernel.warm(drv, stream=halves[0].stream)
+                halves[0].drain(drv)
             self._undo = undo.pop_all()
         self._kernel, self._halves = kernel, tuple(halves)
         return kernel

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
 
-import numpy as np
-
-from kvferry.copy.copier import Cancelled, Work, batches_of, check_cancelled
-from kvferry.copy.plan import Int64s, Runs, split_runs
+from kvferry.copy.copier import Cancelled, check_cancelled
+from kvferry.copy.plan import CopyPlan, Int64s
 from kvferry.copy.streaming import StreamingCopy
 
 _STEP_BYTES = 16 << 20
+_STEP_ROWS = 1 << 18
 
 
 class HostCopier:
     """Copies between host addresses, past the caches where the processor allows; other Python threads run meanwhile."""
 
     def __init__(self) -> None:
-        self._streaming = StreamingCopy.load()
+        streaming = StreamingCopy.load()
+        self._copy_rows = _move if streaming is None else streaming.copy_rows
 
-    def gather(self, runs: Work, cancelled: Cancelled | None = None) -> None:
-        """Copy from the paged side to the flat side."""
-        self._copy((np.stack((part.flat, part.paged, part.nbytes), axis=1) for part in _parts(runs)), cancelled)
+    def gather(self, plan: CopyPlan, cancelled: Cancelled | None = None) -> None:
+        """Copy from the paged side to the flat side; ValueError where the plan skips a part of a chunk."""
+        self._copy(plan.in_order(whole=True), cancelled, to_flat=True)
 
-    def scatter(self, runs: Work, cancelled: Cancelled | None = None) -> None:
+    def scatter(self, plan: CopyPlan, cancelled: Cancelled | None = None) -> None:
         """Copy from the flat side to the paged side."""
-        self._copy((np.stack((part.paged, part.flat, part.nbytes), axis=1) for part in _parts(runs)), cancelled)
+        self._copy(plan.in_order(whole=False), cancelled, to_flat=False)
 
     def warm(self) -> None:
         """Nothing to prepare."""
@@ -34,24 +33,13 @@ class HostCopier:
     def close(self) -> None:
         """Nothing that outlives the object."""
 
-    def _copy(self, batches: Iterable[Int64s], cancelled: Cancelled | None) -> None:
-        """Copy rows (target, source, bytes) in steps of about `_STEP_BYTES`, asking before each."""
-        done = 0
-        for rows in batches:
-            ends = done + np.cumsum(rows[:, 2])
-            start = 0
-            while start < len(rows):
-                check_cancelled(cancelled, done)
-                stop = max(start + 1, int(np.searchsorted(ends, done + _STEP_BYTES, side="right")))
-                if self._streaming is not None:
-                    self._streaming.copy_rows(rows[start:stop])
-                else:
-                    _move(rows[start:stop])
-                start, done = stop, int(ends[stop - 1])
-
-
-def _parts(work: Work) -> Iterator[Runs]:
-    return (split_runs(runs, _STEP_BYTES) for runs in batches_of(work))
+    def _copy(self, plan: CopyPlan, cancelled: Cancelled | None, *, to_flat: bool) -> None:
+        """Copy in steps of some whole chunks."""
+        chunks = plan.chunks
+        a_step = max(1, min(_STEP_BYTES // chunks.chunk_bytes, _STEP_ROWS // (chunks.blocks * chunks.planes.shape[1])))
+        for start in range(0, len(plan.flats), a_step):
+            check_cancelled(cancelled, start * chunks.chunk_bytes)
+            self._copy_rows(plan.part(start, start + a_step).rows(to_flat=to_flat))
 
 
 def _move(rows: Int64s) -> None:

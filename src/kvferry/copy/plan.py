@@ -1,13 +1,11 @@
-"""What is to be copied: runs of bytes between paged blocks and flat chunks. Pure arithmetic, no memory is touched.
+"""What is to be copied between paged blocks and flat chunks. Pure arithmetic, no memory is touched.
 
 A flat chunk holds its blocks plane by plane: all blocks of the chunk of plane 0, then those of plane 1, and so on.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,152 +15,91 @@ from kvferry.errors import BlockIdError
 from kvferry.layout import KVLayout
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
-Integers: TypeAlias = Sequence[int] | Int64s
-_BATCH_BYTES = 64 << 20
+Int32s: TypeAlias = npt.NDArray[np.int32]
+Integers: TypeAlias = Sequence[int] | Int64s | Int32s
 
 
-class Runs(NamedTuple):
-    """Byte runs, in the order of their flat addresses: `nbytes[i]` bytes at address `paged[i]` and at `flat[i]`.
+class ChunkMap:
+    """Where the bytes of chunks of `blocks` blocks each lie: worked out once for all copies of a cache.
 
-    Run `i` belongs to the flat chunk number `chunk[i]`. No run reaches into another chunk, nor may a copy of several
-    runs at once: neighbouring chunks can lie in memory that was pinned in separate pieces.
+    `bases` are the addresses of the layout's storages, by number. `planes` has four rows: the address of block 0, the
+    stride and the length of each plane, and its place in a flat chunk.
     """
 
-    paged: Int64s
-    flat: Int64s
-    nbytes: Int64s
-    chunk: Int64s
+    def __init__(self, layout: KVLayout, bases: Sequence[int], blocks: int) -> None:
+        if blocks < 1:
+            raise ValueError(f"chunks of {blocks} blocks; a chunk has at least one")
+        rows = [(bases[plane.storage] + plane.offset, plane.stride, plane.length) for plane in layout.planes]
+        starts, strides, lengths = np.array(rows, dtype=np.int64).T
+        self.planes: Int64s = np.stack((starts, strides, lengths, blocks * (np.cumsum(lengths) - lengths)))
+        self.num_blocks = layout.num_blocks
+        self.blocks = blocks
+        self.chunk_bytes = blocks * layout.block_bytes
 
+    def plan(self, block_ids: Integers, flat_addresses: Integers, skip_blocks: int = 0) -> CopyPlan:
+        """The copy of whole chunks at `flat_addresses`, whose blocks are `block_ids`, but for the first `skip_blocks`.
 
-def plan_runs(
-    layout: KVLayout, bases: Integers, block_ids: Integers, flat_addresses: Integers, skip_blocks: int = 0
-) -> Runs:
-    """The runs of `len(flat_addresses)` chunks, whose blocks are `block_ids`, equally many a chunk.
-
-    `bases` are the addresses of the storages, by number; `flat_addresses` those of the chunks. The first `skip_blocks`
-    blocks are left out: their bytes are neither read nor written. Runs of a chunk that touch on both sides are joined.
-
-    Raises BlockIdError for ids outside the cache, used twice, or not the same number for each chunk.
-    """
-    plan = _Plan.of(layout, bases, block_ids, flat_addresses, skip_blocks)
-    return plan.runs(0, len(plan.flats))
-
-
-def plan_batches(
-    layout: KVLayout, bases: Integers, block_ids: Integers, flat_addresses: Integers, skip_blocks: int = 0
-) -> Iterator[Runs]:
-    """The same as `plan_runs` in batches of about 64 MiB, each worked out when it is asked for.
-
-    So a copier that is given them begins at once, and plans while it copies. What is refused is refused at the call.
-    """
-    plan = _Plan.of(layout, bases, block_ids, flat_addresses, skip_blocks)
-    step = max(1, _BATCH_BYTES // max(1, plan.chunk_bytes))
-    # The first batch is one chunk, so that the copy begins at once.
-    bounds = [0, *range(1, len(plan.flats), step), len(plan.flats)]
-    return (plan.runs(start, stop) for start, stop in itertools.pairwise(bounds) if start < stop)
-
-
-class _Plan(NamedTuple):
-    """A checked request, its chunks in the order of their flat addresses."""
-
-    planes: Int64s  # [4, planes]: address of block 0, stride, length, place in a flat chunk
-    ids: Int64s  # [chunks, blocks a chunk]
-    kept: npt.NDArray[np.bool_] | None  # the same shape, where some blocks are skipped
-    flats: Int64s  # [chunks]
-
-    @classmethod
-    def of(
-        cls, layout: KVLayout, bases: Integers, block_ids: Integers, flat_addresses: Integers, skip_blocks: int
-    ) -> _Plan:
+        Raises BlockIdError for ids outside the cache, used twice, or too few or many for the chunks; those of skipped
+        blocks may be anything.
+        """
         flats = np.asarray(flat_addresses, dtype=np.int64)
-        ids = _checked_ids(layout.num_blocks, block_ids, len(flats), skip_blocks)
-        storages, offsets, strides, lengths = _columns(layout)
-        places = ids.shape[1] * (np.cumsum(lengths) - lengths)
-        planes = np.stack((np.asarray(bases, dtype=np.int64)[storages] + offsets, strides, lengths, places))
-        order = np.argsort(flats, kind="stable")
-        kept = (np.arange(ids.size) >= skip_blocks).reshape(ids.shape)[order] if skip_blocks else None
-        plan = cls(planes, ids[order], kept, flats[order])
-        _check_apart(plan.flats, plan.chunk_bytes)
-        return plan
-
-    @property
-    def chunk_bytes(self) -> int:
-        per_chunk: int = self.ids.shape[1]
-        return per_chunk * int(self.planes[2].sum())
-
-    def runs(self, start: int, stop: int) -> Runs:
-        """Those of the chunks `start` to `stop`."""
-        addresses, strides, lengths, places = self.planes
-        ids, flats = self.ids[start:stop], self.flats[start:stop]
-        # As [chunks, blocks, planes] first, so that the long axis is the inner one; then to [chunks, planes, blocks].
-        paged = (ids[:, :, None] * strides + addresses).transpose(0, 2, 1)
-        flat = flats[:, None, None] + (places[:, None] + np.arange(ids.shape[1]) * lengths[:, None])
-        nbytes = np.broadcast_to(lengths[:, None], paged.shape)
-        chunk = np.broadcast_to(np.arange(start, start + len(flats))[:, None, None], paged.shape)
-        columns = (paged, flat, nbytes, chunk)
-        if self.kept is None:
-            return _joined(Runs(*(column.ravel() for column in columns)))
-        kept = np.broadcast_to(self.kept[start:stop, None, :], paged.shape)
-        return _joined(Runs(*(column[kept] for column in columns)))
+        ids = np.array(block_ids, dtype=np.int64)
+        if ids.ndim != 1 or len(ids) != len(flats) * self.blocks:
+            raise BlockIdError(f"{ids.size} block ids for {len(flats)} chunks of {self.blocks} blocks")
+        if not 0 <= skip_blocks <= len(ids):
+            raise BlockIdError(f"{skip_blocks} blocks to skip of {len(ids)}")
+        _check_ids(ids[skip_blocks:], self.num_blocks)
+        ids[:skip_blocks] = -1
+        return CopyPlan(self, ids.astype(np.int32).reshape(len(flats), self.blocks), flats)
 
 
-def split_runs(runs: Runs, limit: int) -> Runs:
-    """The same runs, those of more than `limit` bytes cut into pieces of at most `limit`."""
-    if not len(runs.nbytes) or int(runs.nbytes.max()) <= limit:
-        return runs
-    pieces = -(-runs.nbytes // limit)
-    ends = np.cumsum(pieces)
-    origin = np.repeat(np.arange(len(pieces)), pieces)
-    within = (np.arange(int(ends[-1])) - (ends - pieces)[origin]) * limit
-    return Runs(
-        paged=runs.paged[origin] + within,
-        flat=runs.flat[origin] + within,
-        nbytes=np.minimum(runs.nbytes[origin] - within, limit),
-        chunk=runs.chunk[origin],
-    )
+class CopyPlan(NamedTuple):
+    """A checked copy: the chunk at address `flats[i]` has the blocks `ids[i]`; -1 stands for a block left as it is."""
+
+    chunks: ChunkMap
+    ids: Int32s
+    flats: Int64s
+
+    def part(self, start: int, stop: int) -> CopyPlan:
+        """The copy of chunks `start` to `stop` alone."""
+        return CopyPlan(self.chunks, self.ids[start:stop], self.flats[start:stop])
+
+    def in_order(self, *, whole: bool) -> CopyPlan:
+        """The same copy in the order of flat addresses, without chunks of which nothing is copied.
+
+        Raises ValueError where chunks overlap, or where they are to be `whole` and a part of one is left out.
+        """
+        order = np.argsort(self.flats)
+        # Blocks are skipped from the front, so a chunk whose last one is skipped is skipped entirely.
+        order = order[self.ids[order, -1] >= 0]
+        ids, flats = self.ids[order], self.flats[order]
+        if whole and len(ids) and ids.min() < 0:
+            raise ValueError("blocks can be skipped only where they are written: a flat chunk is filled as a whole")
+        near = flats[1:] - flats[:-1] < self.chunks.chunk_bytes
+        if near.any():
+            first, second = flats[int(near.argmax()) :][:2]
+            raise ValueError(f"chunks at {first} and {second} overlap: each has {self.chunks.chunk_bytes} bytes")
+        return CopyPlan(self.chunks, ids, flats)
+
+    def rows(self, *, to_flat: bool) -> Int64s:
+        """The copy as rows (target, source, bytes), one for each block of each plane; 0 bytes where it is skipped."""
+        starts, strides, lengths, places = self.chunks.planes[:, :, None]
+        ids = self.ids[:, None, :]
+        rows = np.empty((len(ids), len(starts), self.chunks.blocks, 3), dtype=np.int64)
+        flat, paged = (0, 1) if to_flat else (1, 0)
+        np.multiply(ids, strides, out=rows[..., paged])
+        rows[..., paged] += starts
+        rows[..., flat] = self.flats[:, None, None] + (places + np.arange(self.chunks.blocks) * lengths)
+        rows[..., 2] = lengths * (ids >= 0)
+        return rows.reshape(-1, 3)
 
 
-@functools.lru_cache(maxsize=64)
-def _columns(layout: KVLayout) -> Int64s:
-    """Storages, offsets, strides and lengths of the planes; kept, since every copy asks for them."""
-    rows = [(plane.storage, plane.offset, plane.stride, plane.length) for plane in layout.planes]
-    columns = np.ascontiguousarray(np.array(rows, dtype=np.int64).T)
-    columns.setflags(write=False)
-    return columns
-
-
-def _checked_ids(num_blocks: int, block_ids: Integers, num_chunks: int, skip_blocks: int) -> Int64s:
-    """`block_ids` as an array [num_chunks, blocks a chunk]."""
-    ids = np.asarray(block_ids, dtype=np.int64)
-    if ids.ndim != 1 or len(ids) % max(num_chunks, 1) or (len(ids) == 0) != (num_chunks == 0):
-        raise BlockIdError(f"{ids.size} block ids for {num_chunks} chunks; each chunk needs the same number of blocks")
-    if not 0 <= skip_blocks <= len(ids):
-        raise BlockIdError(f"{skip_blocks} blocks to skip of {len(ids)}")
-    used = ids[skip_blocks:]
-    outside = used[(used < 0) | (used >= num_blocks)]
-    if len(outside):
-        raise BlockIdError(f"block id {outside[0]} is outside the cache, which has blocks 0 to {num_blocks - 1}")
-    ordered = np.sort(used)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        raise BlockIdError(f"block id {twice[0]} is named twice; each block holds the KV of one place")
-    return ids.reshape(num_chunks, -1) if num_chunks else ids.reshape(0, 0)
-
-
-def _check_apart(flats: Int64s, chunk_bytes: int) -> None:
-    near = flats[1:] - flats[:-1] < chunk_bytes
-    if near.any():
-        first, second = flats[int(near.argmax()) :][:2]
-        raise ValueError(f"flat chunks at {first} and {second} overlap: a chunk has {chunk_bytes} bytes")
-
-
-def _joined(runs: Runs) -> Runs:
-    paged, flat, nbytes, chunk = runs
-    touch = (paged[1:] == paged[:-1] + nbytes[:-1]) & (flat[1:] == flat[:-1] + nbytes[:-1])
-    if not touch.any():
-        return runs
-    touch &= chunk[1:] == chunk[:-1]
-    first = np.append(True, ~touch)
-    last = np.append(~touch, True)
-    starts = flat[first]
-    return Runs(paged[first], starts, flat[last] + nbytes[last] - starts, chunk[first])
+def _check_ids(ids: Int64s, num_blocks: int) -> None:
+    ordered = np.sort(ids)
+    if len(ids) and (ordered[0] < 0 or ordered[-1] >= num_blocks):
+        wrong = ordered[0] if ordered[0] < 0 else ordered[-1]
+        raise BlockIdError(f"block id {wrong} is outside the cache, which has blocks 0 to {num_blocks - 1}")
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        wrong = ordered[int(twice.argmax())]
+        raise BlockIdError(f"block id {wrong} is named twice; each block holds the KV of one place")

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from kvferry.copy import CopyPlan
 from kvferry.errors import CopyCancelled, KVFerryError
 from kvferry.server.device import Device
 from kvferry.server.failures import failure_of
@@ -24,6 +25,7 @@ class _Copy:
 
     task: CopyTask
     next_chunk: int = 0
+    plan: CopyPlan | None = None
 
 
 class CopyQueue:
@@ -68,7 +70,7 @@ class CopyQueue:
             self._end(copy, _CANCELLED)
             return
         try:
-            cache.check_blocks(task)
+            copy.plan = cache.plan(task, self._memory_address)
             if task.ticket is not None and cache.events is None:
                 raise ValueError("the job waits for an event, but no events were registered")
         except (KVFerryError, ValueError) as error:
@@ -130,9 +132,9 @@ class CopyQueue:
         task = copy.task
         if self._is_cancelled(copy):
             raise CopyCancelled("cancelled before it began")
-        runs = self._caches[task.cache_id].plan(task, self._memory_address, start=copy.next_chunk, stop=stop)
+        assert copy.plan is not None
         move = device.copier.gather if task.direction is Direction.GATHER else device.copier.scatter
-        move(runs, lambda: self._is_cancelled(copy))
+        move(copy.plan.part(copy.next_chunk, stop), lambda: self._is_cancelled(copy))
 
     def _chunks_a_step(self, task: CopyTask, device: Device) -> int:
         blocks = len(task.block_ids) // 4 // len(task.offsets)

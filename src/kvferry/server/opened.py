@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from kvferry.copy import Runs, plan_batches
-from kvferry.errors import BlockIdError, KVFerryError, LayoutError, WireError
+from kvferry.copy import ChunkMap, CopyPlan
+from kvferry.errors import KVFerryError, LayoutError, WireError
 from kvferry.ipc.events import PeerEvents, open_events
 from kvferry.ipc.wire import decode_descriptors, fd_slots
 from kvferry.protocol.messages import NONCE_BYTES
@@ -38,6 +38,7 @@ class OpenedCache:
         self.received = 0
         self._tensors: list[torch.Tensor] = []
         self._bases: list[int] = []
+        self._chunks: ChunkMap | None = None  # for as many blocks a chunk as the last task had
         self.events: PeerEvents | None = None
 
     @property
@@ -70,24 +71,13 @@ class OpenedCache:
             self.events = open_events(self._events_data, fds)
         return tuple(tensor[:NONCE_BYTES].cpu().numpy().tobytes() for tensor in self._tensors)
 
-    def plan(self, task: CopyTask, pool_address: int, *, start: int, stop: int) -> Iterator[Runs]:
-        """The runs of chunks `start` to `stop` of a task, in batches. Raises BlockIdError."""
+    def plan(self, task: CopyTask, pool_address: int) -> CopyPlan:
+        """What a task copies. Raises BlockIdError unless all its blocks are there and none is named twice."""
         ids = np.frombuffer(task.block_ids, dtype="<i4")
-        per_chunk = len(ids) // len(task.offsets)
-        flat = np.asarray(task.offsets[start:stop], dtype=np.int64) + pool_address
-        part = ids[start * per_chunk : stop * per_chunk].astype(np.int64)
-        skip = min(max(task.skip_blocks - start * per_chunk, 0), len(part))
-        return plan_batches(self.layout, self._bases, part, flat, skip)
-
-    def check_blocks(self, task: CopyTask) -> None:
-        """Raise BlockIdError unless all blocks of a task are there and no block is named twice."""
-        ids = np.sort(np.frombuffer(task.block_ids, dtype="<i4")[task.skip_blocks :])
-        last = self.layout.num_blocks - 1
-        if len(ids) and (ids[0] < 0 or ids[-1] > last):
-            wrong = ids[0] if ids[0] < 0 else ids[-1]
-            raise BlockIdError(f"block id {wrong} is outside the cache, which has blocks 0 to {last}")
-        if (ids[1:] == ids[:-1]).any():
-            raise BlockIdError("a block id is named twice; each block holds the KV of one place")
+        blocks = len(ids) // len(task.offsets)
+        if self._chunks is None or self._chunks.blocks != blocks:
+            self._chunks = ChunkMap(self.layout, self._bases, blocks)
+        return self._chunks.plan(ids, np.asarray(task.offsets, dtype=np.int64) + pool_address, task.skip_blocks)
 
     def close(self) -> list[KVFerryError]:
         """Let go of everything, whatever fails on the way; what failed. Idempotent."""

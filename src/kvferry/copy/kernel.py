@@ -1,0 +1,107 @@
+"""The kernel `copy_chunks` on one device, and what it reads: where the planes lie, and the blocks of the copy."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from ctypes import c_uint32, c_uint64
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.copy.plan import ChunkMap, CopyPlan, Int64s
+from kvferry.copy.steps import Step
+from kvferry.cuda.device import bound
+from kvferry.cuda.driver import Driver
+from kvferry.cuda.nvrtc import Module, compile_ptx
+
+STRIP_BYTES = 16 << 10  # what one warp copies at a time
+_SOURCE = Path(__file__).with_name("copy_chunks.cu")
+_THREADS = 512
+_WARPS = _THREADS // 32
+_FIRST_TABLE_BYTES = 256 << 10
+
+
+class CopyKernel:
+    """Loaded with one plan at a time: `load`, any number of `launch`, and all of them done before the next `load`.
+
+    Methods that take the driver want the device's context to be current.
+    """
+
+    def __init__(self, device: int, *, max_ctas: int) -> None:
+        self.device = device
+        self._max_ctas = max_ctas
+        self._plan: CopyPlan | None = None
+        self._strips: Int64s = np.zeros((1, 5), dtype=np.int64)
+        self._table = 0
+        self._table_bytes = 0
+        with ExitStack() as undo:
+            module = undo.enter_context(Module(compile_ptx(_SOURCE.read_text(), device), device))
+            self._function = module.function("copy_chunks")
+            with bound(device) as drv:
+                self._reserve(drv, _FIRST_TABLE_BYTES)
+            undo.callback(self._free_table)
+            self._undo = undo.pop_all()
+
+    def warm(self, drv: Driver, *, stream: int) -> None:
+        """Put what a copy needs and a launch that copies nothing into the stream, before the first `load`."""
+        drv.memcpy_h2d_async(self._table, self._strips.ctypes.data, self._strips.nbytes, stream)
+        self._start((1, self._table, 1, 1, 0, 0, 0), items=1, stream=stream, to_flat=True)
+
+    def load(self, drv: Driver, plan: CopyPlan, *, stream: int) -> None:
+        """Put what the kernel needs for the plan into the stream. The planes stay there for the next plan."""
+        if self._plan is None or plan.chunks is not self._plan.chunks:
+            self._plan = None
+            self._strips = strips_of(plan.chunks)
+        nbytes = self._strips.nbytes + plan.ids.nbytes
+        if nbytes > self._table_bytes:
+            self._plan = None
+            self._reserve(drv, nbytes)
+        # From pageable memory: the driver takes it before it returns.
+        if self._plan is None:
+            drv.memcpy_h2d_async(self._table, self._strips.ctypes.data, self._strips.nbytes, stream)
+        drv.memcpy_h2d_async(self._table + self._strips.nbytes, plan.ids.ctypes.data, plan.ids.nbytes, stream)
+        self._plan = plan
+
+    def launch(self, step: Step, *, staging: int, stream: int, to_flat: bool) -> None:
+        """Put one step of the loaded plan into the stream; its bytes lie at address `staging`."""
+        assert self._plan is not None
+        chunks = self._plan.chunks
+        touched = -(-step.end // chunks.chunk_bytes) - step.begin // chunks.chunk_bytes
+        items = touched * chunks.blocks * len(self._strips)
+        ids = self._table + self._strips.nbytes
+        numbers = (len(self._strips), ids, chunks.blocks, chunks.chunk_bytes, step.begin, step.end, staging)
+        self._start(numbers, items=items, stream=stream, to_flat=to_flat)
+
+    def close(self) -> None:
+        """Give everything back, once all launches are done; idempotent."""
+        self._undo.close()
+
+    def _start(self, numbers: tuple[int, ...], *, items: int, stream: int, to_flat: bool) -> None:
+        """Launch with those arguments between the first and the last."""
+        grid = (min(self._max_ctas, -(-items // _WARPS)), 1, 1)
+        args = [c_uint64(self._table), *map(c_uint64, numbers), c_uint32(to_flat)]
+        self._function.launch(grid, (_THREADS, 1, 1), stream=stream, args=args)
+
+    def _reserve(self, drv: Driver, nbytes: int) -> None:
+        """A table of at least that many bytes; what it held is gone."""
+        size = 1 << (nbytes - 1).bit_length()
+        old, self._table, self._table_bytes = self._table, 0, 0
+        if old:
+            drv.mem_free(old)
+        self._table = drv.mem_alloc(size)
+        self._table_bytes = size
+
+    def _free_table(self) -> None:
+        if self._table:
+            with bound(self.device) as drv:
+                drv.mem_free(self._table)
+
+
+def strips_of(chunks: ChunkMap) -> Int64s:
+    """The planes in strips of at most `STRIP_BYTES`, as rows of struct Strip."""
+    starts, strides, lengths, places = chunks.planes
+    counts = -(-lengths // STRIP_BYTES)
+    plane = np.repeat(np.arange(len(counts)), counts)
+    within = (np.arange(len(plane)) - (np.cumsum(counts) - counts)[plane]) * STRIP_BYTES
+    nbytes = np.minimum(lengths[plane] - within, STRIP_BYTES)
+    return np.stack((starts[plane] + within, strides[plane], nbytes, places[plane] + within, lengths[plane]), axis=1)
