@@ -50,19 +50,23 @@ class ChunkMap:
             raise BlockIdError(f"{skip_blocks} blocks to skip of {len(ids)}")
         _check_ids(ids[skip_blocks:], self.num_blocks)
         ids[:skip_blocks] = -1
-        return CopyPlan(self, ids.astype(np.int32).reshape(len(flats), self.blocks), flats)
+        return CopyPlan(self, ids.astype(np.int32).reshape(len(flats), self.blocks), flats, skip_blocks > 0)
 
 
 class CopyPlan(NamedTuple):
-    """A checked copy: the chunk at address `flats[i]` has the blocks `ids[i]`; -1 stands for a block left as it is."""
+    """A checked copy: the chunk at address `flats[i]` has the blocks `ids[i]`.
+
+    Where it `skips` blocks, -1 stands for those that are left as they are.
+    """
 
     chunks: ChunkMap
     ids: Int32s
     flats: Int64s
+    skips: bool
 
     def part(self, start: int, stop: int) -> CopyPlan:
         """The copy of chunks `start` to `stop` alone."""
-        return CopyPlan(self.chunks, self.ids[start:stop], self.flats[start:stop])
+        return self._replace(ids=self.ids[start:stop], flats=self.flats[start:stop])
 
     def in_order(self, *, whole: bool) -> CopyPlan:
         """The same copy in the order of flat addresses, without chunks of which nothing is copied.
@@ -70,16 +74,17 @@ class CopyPlan(NamedTuple):
         Raises ValueError where chunks overlap, or where they are to be `whole` and a part of one is left out.
         """
         order = np.argsort(self.flats)
-        # Blocks are skipped from the front, so a chunk whose last one is skipped is skipped entirely.
-        order = order[self.ids[order, -1] >= 0]
+        if self.skips:
+            # Blocks are skipped from the front, so a chunk whose last one is skipped is skipped entirely.
+            order = order[self.ids[order, -1] >= 0]
         ids, flats = self.ids[order], self.flats[order]
-        if whole and len(ids) and ids.min() < 0:
+        if whole and self.skips and (ids < 0).any():
             raise ValueError("blocks can be skipped only where they are written: a flat chunk is filled as a whole")
         near = flats[1:] - flats[:-1] < self.chunks.chunk_bytes
         if near.any():
             first, second = flats[int(near.argmax()) :][:2]
             raise ValueError(f"chunks at {first} and {second} overlap: each has {self.chunks.chunk_bytes} bytes")
-        return CopyPlan(self.chunks, ids, flats)
+        return self._replace(ids=ids, flats=flats)
 
     def rows(self, *, to_flat: bool) -> Int64s:
         """The copy as rows (target, source, bytes), one for each block of each plane; 0 bytes where it is skipped."""

@@ -34,9 +34,9 @@ def cut_steps(plan: CopyPlan, *, buffer_bytes: int, growing: bool) -> Iterator[S
     assert buffer_bytes % ALIGNMENT == 0
     chunk_bytes, flats = plan.chunks.chunk_bytes, plan.flats
     total = len(flats) * chunk_bytes
-    heads = np.flatnonzero(np.diff(flats, prepend=flats[:1]) != chunk_bytes)
-    runs = [*(heads * chunk_bytes).tolist(), total]
-    addresses = flats[heads].tolist()
+    heads = [0, *(np.flatnonzero(flats[1:] - flats[:-1] != chunk_bytes) + 1).tolist()]
+    runs = [head * chunk_bytes for head in heads] + [total]
+    addresses = [int(flats[head]) for head in heads] if total else []
     begin = 0
     while begin < total:
         wanted = begin + _SMALL_BYTES if growing else (total - begin) // 2 // ALIGNMENT * ALIGNMENT
