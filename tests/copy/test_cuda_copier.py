@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import shutil
 import threading
 from collections.abc import Iterator
 
@@ -19,10 +21,21 @@ from kvferry.errors import CopyCancelled, CudaError
 STAGING = 256 << 10
 
 
-@pytest.fixture
-def driver() -> Iterator[fake_cuda.FakeDriver]:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
+    """The kernel's source as host code; None without a compiler."""
+    return copy_kernel.compile_source(tmp_path_factory.mktemp("kernel")) if shutil.which("g++") else None
+
+
+@pytest.fixture(params=["twin", "source"])
+def driver(request: pytest.FixtureRequest, compiled: ctypes.CDLL | None) -> Iterator[fake_cuda.FakeDriver]:
     with fake_cuda.installed() as driver:
-        copy_kernel.install(driver)
+        if request.param == "twin":
+            copy_kernel.install(driver)
+        elif compiled is None:
+            pytest.skip("needs g++")
+        else:
+            copy_kernel.install_source(driver, compiled)
         yield driver
 
 

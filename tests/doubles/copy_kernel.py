@@ -4,16 +4,49 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
+import kvferry.copy
 from doubles.fake_cuda import FakeDriver
 
 _STRIP_WORDS = 5
+_CTAS = 2
 
 
 def install(driver: FakeDriver) -> None:
     """Let modules that are loaded from now on have a kernel `copy_chunks`."""
     driver.fake.kernels["copy_chunks"] = _copy_chunks
+
+
+def compile_source(folder: Path) -> ctypes.CDLL:
+    """The kernel's own source, compiled for this processor by g++, with checks for undefined behaviour."""
+    library = folder / "copy_chunks.so"
+    kernel = Path(kvferry.copy.__file__).with_name("copy_chunks.cu")
+    options = ["-O1", "-fsanitize=undefined,alignment", "-fsanitize-undefined-trap-on-error", "-shared", "-fPIC"]
+    source = Path(__file__).with_name("copy_chunks_on_host.cpp")
+    command = ["g++", "-std=c++17", *options, f'-DKERNEL="{kernel}"', str(source), "-o", str(library)]
+    subprocess.run(command, check=True, timeout=50)
+    return ctypes.CDLL(str(library))
+
+
+def install_source(driver: FakeDriver, library: ctypes.CDLL) -> None:
+    """Like `install`, but what runs is the compiled source."""
+    function = library.run_copy_chunks
+    function.argtypes = (ctypes.c_uint32, *[ctypes.c_uint64] * 8, ctypes.c_uint32)
+    function.restype = None
+
+    def launch(places: list[int]) -> Callable[[], None]:
+        words = [ctypes.c_uint64.from_address(place).value for place in places[:-1]]
+        to_flat = ctypes.c_uint32.from_address(places[-1]).value
+
+        def run() -> None:
+            function(_CTAS, *words, to_flat)
+
+        return run
+
+    driver.fake.kernels["copy_chunks"] = launch
 
 
 def _copy_chunks(places: list[int]) -> Callable[[], None]:
