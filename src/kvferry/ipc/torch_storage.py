@@ -23,7 +23,9 @@ from kvferry.ipc.table import LocalExport, process_table
 # the importer take file descriptors out of the exporter's process, and is not let through.
 _CUDA_MALLOC = b"c"
 _COUNTER_FILE = re.compile(rb"/torch_[A-Za-z0-9_-]{1,200}")
-_MAX_COUNTERS = 1 << 20
+# The file has so many counters (torch's CUDA_IPC_REF_COUNTER_FILE_SIZE). Torch counts down without looking: a larger
+# offset would write beyond its mapping.
+_MAX_COUNTERS = 10_000
 _EVENT_TIMEOUT_S = 10.0
 _POLL_S = 0.001
 
@@ -52,8 +54,8 @@ class TorchStorageDescriptor(MappedDescriptor, frozen=True, kw_only=True, tag="t
             raise ValueError(f"not torch's counter file: {self.counter_file[:64]!r} at {self.counter_offset}")
         if len(self.event_handle) not in (0, HANDLE_BYTES) or (self.event_sync and not self.event_handle):
             raise ValueError(f"bad event handle of {len(self.event_handle)} bytes")
-        if not 0 <= self.storage_start < MAX_BYTES:
-            raise ValueError(f"a storage cannot start at byte {self.storage_start}")
+        if self.storage_bytes <= 0 or not 0 <= self.storage_start < MAX_BYTES or self.num_elements == 0:
+            raise ValueError(f"no bytes, or a bad place: {self.storage_bytes} at byte {self.storage_start}")
         if not (self.storage_offset + self.extent) * self.itemsize <= self.storage_bytes < MAX_BYTES:
             raise ValueError(f"shape {self.shape}, stride {self.stride} leaves a storage of {self.storage_bytes} bytes")
 
@@ -169,8 +171,10 @@ def _open_storage(descriptor: TorchStorageDescriptor, device: int) -> torch.Unty
             "Either its exporter has ended; or the processes do not share /dev/shm and a pid namespace; or "
             "RawCudaIPCWrapper has the same allocation open and this driver opens it once only: use one kind for it"
         ) from error
-    info = pointer_info(storage.data_ptr())
-    if storage.data_ptr() + descriptor.storage_bytes > info.base + info.size:
+    start = storage.data_ptr() - descriptor.storage_start
+    info = pointer_info(start)
+    # The start is looked up, not the storage itself: that may lie anywhere, in another allocation of this process too.
+    if info.base != start or sum(descriptor.span()) > info.size:
         raise MappingBoundsError(
             f"a storage of {descriptor.storage_bytes} bytes is said to lie at byte {descriptor.storage_start} of an "
             f"allocation of which {info.size} bytes are mapped"
