@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import msgspec
 import torch
@@ -45,8 +45,8 @@ class WrapperDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMS)]
+    stride: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMS)]
     storage_offset: int
     device_uuid: str
     exporter: bytes

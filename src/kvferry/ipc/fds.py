@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvferry.errors import DeadlineError, KVFerryError, ShareError, WireError
+from kvferry.errors import DeadlineError, ShareError, WireError
 from kvferry.ipc.wire import MAX_MESSAGE_BYTES, close_fds, decode_descriptors, encode_descriptors, fd_slots
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _telling_peer(sock: socket.socket, timeout_s: float) -> Iterator[None]:
         yield
     except (TimeoutError, ConnectionError, _RefusedError):
         raise
-    except (KVFerryError, OSError) as error:
+    except Exception as error:
         body = str(error).encode()[:_MAX_TEXT_BYTES]
         with contextlib.suppress(OSError):
             _send_frame(sock, _REFUSED, len(body), min(timeout_s, 1.0), body=body)

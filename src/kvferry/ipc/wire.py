@@ -10,6 +10,7 @@ and fill in fields that are checked, and no more.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -29,6 +30,8 @@ VERSION = 1
 EXT_CODE = 1
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_WRAPPERS = 65_536
+# File descriptors beside one message. A few bytes can ask for one, and the receiver keeps a note of each.
+MAX_FDS = 1 << 18
 
 # The closed registry: the kinds of wrapper that bytes from a peer can become.
 WRAPPER_TYPES: tuple[type[DeviceIPCWrapper], ...] = (
@@ -98,6 +101,9 @@ def encode_descriptors(wrappers: Sequence[DeviceIPCWrapper]) -> bytes:
     """
     if len(wrappers) > MAX_WRAPPERS:
         raise ValueError(f"one message takes {MAX_WRAPPERS} wrappers, got {len(wrappers)}: send several")
+    num_fds = sum(wrapper.num_fds for wrapper in wrappers)
+    if num_fds > MAX_FDS:
+        raise ValueError(f"one message takes {MAX_FDS} file descriptors, got {num_fds}: send several")
     data = msgspec.msgpack.encode({"kvferry": VERSION, "wrappers": list(wrappers)}, enc_hook=enc_hook)
     if len(data) > MAX_MESSAGE_BYTES:
         raise ValueError(f"one message takes {MAX_MESSAGE_BYTES} bytes, got {len(data)}: send several")
@@ -118,11 +124,15 @@ def decode_descriptors(data: bytes | bytearray | memoryview) -> list[DeviceIPCWr
         version = _HEADERS.decode(data).kvferry
         if version != VERSION:
             raise WireError(f"wire format {version} is not spoken here, only {VERSION}: update the older side")
-        return _MESSAGES.decode(data).wrappers
+        wrappers = _MESSAGES.decode(data).wrappers
     except WireError:
         raise
     except _DECODING_ERRORS as error:
         raise WireError(f"not a list of wrappers: {error}") from error
+    num_fds = sum(wrapper.num_fds for wrapper in wrappers)
+    if num_fds > MAX_FDS:
+        raise WireError(f"a message that needs {num_fds} file descriptors; at most {MAX_FDS} are taken")
+    return wrappers
 
 
 def fd_slots(wrappers: Iterable[DeviceIPCWrapper]) -> list[tuple[DeviceIPCWrapper, int]]:
@@ -178,6 +188,7 @@ def decode(data: bytes | bytearray | memoryview, fds: Sequence[int] = ()) -> lis
 
 
 def close_fds(fds: Iterable[int]) -> None:
-    """Close all of `fds`."""
+    """Close all of `fds`, also those after one that is not open."""
     for fd in fds:
-        os.close(fd)
+        with contextlib.suppress(OSError):
+            os.close(fd)

@@ -7,6 +7,7 @@ the registry of `wire.py`: neither the wire format nor any receiver changes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -151,8 +152,11 @@ class DeviceIPCWrapper(ABC):
                     raise ShareError(f"{self!r} takes no file descriptor")
             self._accept_fd(index, fd)
             self._opened = True
+        except OSError as error:
+            raise ShareError(f"file descriptor {fd} cannot be taken in by {self!r}: {error}") from error
         finally:
-            os.close(fd)
+            with contextlib.suppress(OSError):  # not open at all: said above
+                os.close(fd)
 
     def _accept_fd(self, index: int, fd: int) -> None:
         """Map, import or duplicate `fd`, which the caller closes afterwards; `index` is in range."""

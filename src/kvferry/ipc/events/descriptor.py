@@ -32,7 +32,7 @@ class EventsDescriptor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     exporter: bytes
     device_uuid: str
     slots: int
-    handles: tuple[bytes, ...] = ()
+    handles: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=MAX_SLOTS)] = ()
     page: Annotated[list[DeviceIPCWrapper], msgspec.Meta(max_length=1)] = []
 
     def __post_init__(self) -> None:
