@@ -165,6 +165,9 @@ def check_alive(export: LocalExport | None, buffer_id: int) -> LocalExport:
     now = pointer_info(export.address)
     if now.buffer_id != buffer_id or now.base != export.address:
         raise StaleHandleError(f"allocation {buffer_id} of this process, at {export.address:#x}, was freed")
+    for address, number in export.parts:
+        if pointer_info(address).buffer_id != number:
+            raise StaleHandleError(f"the chunk at {address:#x} of allocation {buffer_id} of this process was freed")
     return export
 
 

@@ -43,12 +43,16 @@ class SegmentTable:
 
 
 class LocalExport(NamedTuple):
-    """An allocation that this process has exported: what opening its handle here resolves to."""
+    """An allocation that this process has exported: what opening its handle here resolves to.
+
+    `parts` are address and buffer id of each physical chunk, where there are several.
+    """
 
     buffer_id: int
     address: int
     nbytes: int
     device: int
+    parts: tuple[tuple[int, int], ...] = ()
 
 
 def new_token() -> bytes:

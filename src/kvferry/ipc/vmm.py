@@ -6,12 +6,14 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Annotated
 
+import msgspec
 import torch
 
 from kvferry.cuda.device import bound, device_uuid, ordinal_of
 from kvferry.cuda.driver import Driver
-from kvferry.cuda.functions import HANDLE_BYTES
+from kvferry.cuda.functions import HANDLE_BYTES, PointerAttribute
 from kvferry.cuda.memory import HandleType, MemoryKind
 from kvferry.errors import CudaError, MappingBoundsError, ShareError, UnsupportedMemoryError
 from kvferry.ipc.descriptor import MAX_BYTES, common_fields
@@ -32,8 +34,8 @@ class VmmCudaDescriptor(DenseDescriptor, frozen=True, kw_only=True, tag="vmm"):
     """
 
     export_id: bytes
-    chunks: tuple[int, ...]
-    fabric: tuple[bytes, ...]
+    chunks: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_CHUNKS)]
+    fabric: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=_MAX_CHUNKS)]
 
     def __post_init__(self) -> None:
         if len(self.export_id) != TOKEN_BYTES:
@@ -76,6 +78,7 @@ class VmmCudaIPCWrapper(MappedIPCWrapper):
         with bound(info.device) as drv:
             chunks = _chunks(drv, view.data_ptr(), nbytes)
             fabric = _fabric_handles(drv, chunks)
+            parts = tuple((base, drv.pointer_attributes(base, (PointerAttribute.BUFFER_ID,))[0]) for base, _ in chunks)
         self._bases = tuple(base for base, _ in chunks)
         table = process_table()
         descriptor = VmmCudaDescriptor(
@@ -87,7 +90,7 @@ class VmmCudaIPCWrapper(MappedIPCWrapper):
             offset=view.data_ptr() - info.base,
             nbytes=nbytes,
         )
-        export = LocalExport(info.buffer_id, info.base, descriptor.total_bytes(), info.device)
+        export = LocalExport(info.buffer_id, info.base, descriptor.total_bytes(), info.device, parts)
         table.add_export(descriptor.export_id, export)
         return descriptor, view
 
