@@ -109,12 +109,14 @@ class HostIPCWrapper(DeviceIPCWrapper):
     def export_fd(self, index: int) -> int:
         """A new descriptor of the segment's file, close-on-exec; the caller closes it."""
         tensor = self._tensor
-        if index != 0 or tensor is None:
+        if index != 0:
             raise IndexError(f"{self!r} has no file descriptor {index} to give")
+        if tensor is None:
+            raise ShareError(f"{self!r} has no file descriptor to give: only the exporter has, until close()")
         segment = find_segment(tensor.data_ptr(), self._host.nbytes)
-        if segment is None or segment.closed:
+        if segment is None:
             raise ShareError(f"the segment behind {self!r} is closed: its memory can no longer be exported")
-        return os.dup(segment.fd)
+        return segment.export_fd()
 
     def _accept_fd(self, index: int, fd: int) -> None:
         if self._memory is not None or self._file >= 0:
@@ -127,12 +129,12 @@ class HostIPCWrapper(DeviceIPCWrapper):
         else:
             file = os.dup(fd)
         with self._lock:
-            if not self._closed:
+            if not self._closed and self._memory is None and self._file < 0:
                 self._memory, self._file = memory, file
                 return
         if file >= 0:
             os.close(file)
-        raise ShareError(f"{self!r} was closed while its file descriptor came in")
+        raise ShareError(f"{self!r} was closed, or had another file descriptor, while this one came in")
 
     @property
     def _is_local(self) -> bool:
@@ -161,31 +163,42 @@ class HostIPCWrapper(DeviceIPCWrapper):
             The wrapper holds no unsealed file, or the file has become too short.
         """
         view = memoryview(buffer).cast("B")
-        self._transfer(view, offset, lambda piece, at: os.preadv(self._file, [piece], at))
+        self._transfer(view, offset, lambda fd, piece, at: os.preadv(fd, [piece], at))
 
     def write_from(self, buffer: Buffer, offset: int = 0) -> None:
         """Write `buffer` over the tensor's bytes at `offset`; the twin of `read_into`, and raises the same."""
         view = memoryview(buffer).cast("B")
-        self._transfer(view, offset, lambda piece, at: os.pwritev(self._file, [piece], at))
+        self._transfer(view, offset, lambda fd, piece, at: os.pwritev(fd, [piece], at))
 
-    def _transfer(self, view: memoryview, offset: int, move: Callable[[memoryview, int], int]) -> None:
+    def _transfer(self, view: memoryview, offset: int, move: Callable[[int, memoryview, int], int]) -> None:
         host = self._host
-        if self._file < 0:
-            raise ShareError(f"{self!r} holds no unsealed file: use to_tensor()")
-        if offset < 0 or offset + len(view) > host.nbytes:
-            raise MappingBoundsError(f"bytes {offset} to {offset + len(view)} are outside a tensor of {host.nbytes}")
-        done = 0
-        while done < len(view):
-            moved = move(view[done : done + _PIECE_BYTES], host.offset + offset + done)
-            if moved <= 0:
-                raise ShareError(f"the file behind {self!r} ends at byte {host.offset + offset + done}: it was cut")
-            done += moved
+        with self._lock:
+            if self._file < 0:
+                raise ShareError(f"{self!r} holds no unsealed file: use to_tensor()")
+            # One of this call's own: after close() the number could soon be that of any other file.
+            file = os.dup(self._file)
+        try:
+            if offset < 0 or offset + len(view) > host.nbytes:
+                raise MappingBoundsError(
+                    f"bytes {offset} to {offset + len(view)} are outside a tensor of {host.nbytes}"
+                )
+            done = 0
+            while done < len(view):
+                moved = move(file, view[done : done + _PIECE_BYTES], host.offset + offset + done)
+                if moved <= 0:
+                    raise ShareError(f"the file behind {self!r} ends at byte {host.offset + offset + done}: it was cut")
+                done += moved
+        except OSError as error:
+            raise ShareError(f"the file behind {self!r} cannot be read or written: {error}") from error
+        finally:
+            os.close(file)
 
     def _release(self) -> None:
-        memory, self._memory = self._memory, None
+        with self._lock:
+            memory, self._memory = self._memory, None
+            file, self._file = self._file, -1
         if isinstance(memory, MappingRef):
             memory.release()
-        file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
@@ -213,6 +226,10 @@ def _check_file(fd: int, host: HostDescriptor) -> bool:
             f"the file descriptor that came is another file than the descriptor says: {status.st_size} bytes, "
             f"inode {status.st_ino}; wanted {host.file_size} bytes, inode {host.inode}"
         )
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & os.O_ACCMODE != os.O_RDWR or flags & os.O_APPEND:
+        # Where the file is mapped here already, mmap would not ask whether this peer may write to it.
+        raise ShareError("the file descriptor that came is not open for reading and writing in place")
     return bool(seals & F_SEAL_SHRINK)
 
 

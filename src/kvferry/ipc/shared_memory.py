@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import struct
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -106,11 +107,12 @@ class Segment:
             raise ValueError(f"a segment needs at least one byte, got {nbytes}")
         self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.fd = os.memfd_create("kvferry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._lock = threading.Lock()  # the descriptor's number is nobody else's between the look and the dup
         try:
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
             self.address = map_shared(self.fd, self.nbytes)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             os.close(self.fd)
             raise ShareError(f"cannot make a shared segment of {self.nbytes} bytes: {error}") from error
         except BaseException:
@@ -143,9 +145,17 @@ class Segment:
     def closed(self) -> bool:
         return not self._close_fd.alive
 
+    def export_fd(self) -> int:
+        """A new descriptor of the file, close-on-exec; the caller closes it."""
+        with self._lock:
+            if self.closed:
+                raise ShareError("the segment is closed: its memory can no longer be exported")
+            return os.dup(self.fd)
+
     def close(self) -> None:
         """Close the descriptor; idempotent. Tensors stay valid, new exports are refused."""
-        self._close_fd()
+        with self._lock:
+            self._close_fd()
 
     def __repr__(self) -> str:
         return f"<Segment {self.nbytes} bytes, {'closed' if self.closed else 'open'}>"
@@ -188,7 +198,9 @@ def rehome(tensors: Iterable[torch.Tensor]) -> None:
     The tensors stay the same objects with the same values, shapes and strides. All views of one storage move together
     into one segment; a storage with users that are not among `tensors` (nor their bases) is refused, since those would
     be left behind and silently stop seeing writes. What is in a segment already, or has no bytes, stays as it is.
-    Nothing is moved unless everything can be. Nobody else may write to the tensors meanwhile.
+    Nothing is moved unless everything can be. So is memory that is not torch's own (NumPy's, `share_memory_`'s), whose
+    owner would be left behind, and a tensor that C++ code or DLPack holds. A storage object (`untyped_storage()`) kept
+    from before stays with the old memory. Nobody else may write to the tensors meanwhile.
 
     Raises
     ------
@@ -200,6 +212,7 @@ def rehome(tensors: Iterable[torch.Tensor]) -> None:
     groups = _by_storage(tensors)
     for members in groups.values():
         _check_no_other_users(members)
+        _check_not_held(members)
     moves = [(members, _copy_to_segment(members[0].untyped_storage())) for members in groups.values()]
     for members, storage in moves:
         for tensor in members:
@@ -208,7 +221,7 @@ def rehome(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
-    """The distinct tensors (and the tensors that they are views of) to move, by the address of their storage."""
+    """The distinct tensors (and the tensors that they are views of) to move, by their storage."""
     groups: dict[int, dict[int, torch.Tensor]] = {}
     for given in tensors:
         for tensor in (given, given._base):
@@ -225,12 +238,18 @@ def _by_storage(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]
                 )
             storage = tensor.untyped_storage()
             if storage.nbytes() > 0 and find_segment(storage.data_ptr(), storage.nbytes()) is None:
-                groups.setdefault(storage.data_ptr(), {})[id(tensor)] = tensor
-    return {address: list(members.values()) for address, members in groups.items()}
+                groups.setdefault(storage._cdata, {})[id(tensor)] = tensor
+    return {storage: list(members.values()) for storage, members in groups.items()}
 
 
 def _check_no_other_users(members: list[torch.Tensor]) -> None:
     storage = members[0].untyped_storage()
+    if not storage.resizable() or storage.is_shared():
+        raise ShareError(
+            f"the {storage.nbytes()} bytes under a tensor of shape {tuple(members[0].shape)} are not torch's own "
+            "(NumPy, frombuffer, share_memory_): their owner would be left behind. Make the tensor by torch or by "
+            "kvferry.ipc.allocate_shared"
+        )
     # One use is `storage` itself. The count is torch's own, of the C++ object.
     others = torch._C._storage_Use_Count(storage._cdata) - 1 - len(members)
     if others > 0:
@@ -238,6 +257,17 @@ def _check_no_other_users(members: list[torch.Tensor]) -> None:
             f"a storage of {storage.nbytes()} bytes has {others} users (other views, detached or NumPy aliases) beside "
             f"the {len(members)} tensors given: pass all of its views together, or drop the others first"
         )
+
+
+def _check_not_held(members: list[torch.Tensor]) -> None:
+    """Refuse a tensor that C++ or DLPack holds: it has the old address, which would be freed under it."""
+    for tensor in members:
+        views = sum(other._base is tensor for other in members)
+        if hasattr(tensor, "_use_count") and tensor._use_count() > 1 + views:
+            raise ShareError(
+                f"a tensor of shape {tuple(tensor.shape)} is held outside Python, by DLPack (NumPy, CuPy) or C++ code, "
+                "at its old address: drop that first"
+            )
 
 
 def _copy_to_segment(storage: torch.UntypedStorage) -> torch.UntypedStorage:
