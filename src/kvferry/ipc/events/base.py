@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from kvferry.errors import DeadlineError, ShareError
+from kvferry.ipc.events.gate import Gate
 from kvferry.ipc.events.tickets import SlotPool, Ticket, check_slot
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 _FIRST_POLL_S = 20e-6
 _LONGEST_POLL_S = 1e-3
+# How long `close` waits for calls of other threads, none of which blocks for long once it has begun.
+_CLOSE_TIMEOUT_S = 10.0
 
 
 class EventRing(ABC):
@@ -31,6 +34,7 @@ class EventRing(ABC):
 
     def __init__(self, slots: int) -> None:
         self._pool = SlotPool(slots)
+        self._gate = Gate()
 
     @property
     def slots(self) -> int:
@@ -69,12 +73,13 @@ class EventRing(ABC):
         DeadlineError
             All slots stayed in use.
         """
-        ticket = self._pool.take(self.reached, timeout_s)
-        try:
-            self._signal(ticket, stream or 0)
-        except BaseException:
-            self._pool.cancel(ticket)
-            raise
+        with self._gate:
+            ticket = self._pool.take(self.reached, timeout_s)
+            try:
+                self._signal(ticket, stream or 0)
+            except BaseException:
+                self._pool.cancel(ticket)
+                raise
         return ticket
 
     def release(self, ticket: Ticket) -> None:
@@ -99,6 +104,7 @@ class EventRing(ABC):
     def close(self) -> None:
         """End the ring: the peer is done with all of it, or dead; idempotent. Signals under way still land."""
         if self._pool.close():
+            self._gate.wait_until_empty(_CLOSE_TIMEOUT_S)
             self._close()
 
     def __enter__(self) -> Self:
@@ -123,6 +129,7 @@ class PeerEvents(ABC):
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self._lock = threading.Lock()
+        self._gate = Gate()
         self._ended = ""  # why nothing can be asked any more
 
     @abstractmethod
@@ -143,8 +150,9 @@ class PeerEvents(ABC):
         ShareError
             The events are closed or abandoned: nothing more will be known of them.
         """
-        self._check(ticket)
-        return self._reached(ticket)
+        with self._gate:
+            self._check(ticket)
+            return self._reached(ticket)
 
     def wait(self, ticket: Ticket, timeout_s: float) -> None:
         """Block, polling on the host, until the work before `ticket` is done.
@@ -188,7 +196,12 @@ class PeerEvents(ABC):
         with self._lock:
             closed, self._ended = self._ended == _CLOSED, _CLOSED
         if not closed:
+            self._gate.wait_until_empty(_CLOSE_TIMEOUT_S)
             self._close()
+
+    @property
+    def closed(self) -> bool:
+        return self._ended == _CLOSED
 
     def _end(self, why: str) -> None:
         with self._lock:

@@ -104,7 +104,12 @@ def _ordinal_or_none(uuid: str) -> int | None:
 def open_event_ring(data: bytes | bytearray | memoryview, fds: Sequence[int] = ()) -> EventRing:
     """The recording end of the events that the waiting process made with `make_peer_events`; see `open_events`."""
     descriptor = _read(data, fds, memory_of="waiter")
-    return SemaphoreRing(ordinal_of(descriptor.device_uuid), descriptor.slots, _open_page(descriptor))
+    page = _open_page(descriptor)
+    try:
+        return SemaphoreRing(ordinal_of(descriptor.device_uuid), descriptor.slots, page)
+    except BaseException:
+        page.close()
+        raise
 
 
 def _read(data: bytes | bytearray | memoryview, fds: Sequence[int], *, memory_of: str) -> EventsDescriptor:

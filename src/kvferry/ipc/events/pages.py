@@ -124,7 +124,6 @@ class DevicePage(Page):
         self._address = self._tensor.data_ptr()
         self._device = device
         self._stream = Stream(device, priority=-1)
-        self._word = ctypes.create_string_buffer(WORD_BYTES)
 
     def clear(self) -> None:
         """Zero the page; by the process that made it, before it is sent."""
@@ -132,9 +131,10 @@ class DevicePage(Page):
         self._finish()
 
     def read(self, slot: int) -> int:
-        self._stream.memcpy_async(ctypes.addressof(self._word), self._address + slot * WORD_BYTES, WORD_BYTES)
+        word = ctypes.create_string_buffer(WORD_BYTES)  # of this call alone: other threads may read other slots
+        self._stream.memcpy_async(ctypes.addressof(word), self._address + slot * WORD_BYTES, WORD_BYTES)
         self._finish()
-        return int(_WORD.unpack(self._word.raw)[0])
+        return int(_WORD.unpack(word.raw)[0])
 
     def write(self, slot: int, value: int) -> None:
         write_value64(self._stream.handle, self._address + slot * WORD_BYTES, value, device=self._device)

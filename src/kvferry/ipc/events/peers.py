@@ -95,29 +95,35 @@ class SemaphorePeerEvents(PeerEvents):
         return self._page.read(ticket.slot) >= ticket.value
 
     def wait_on_stream(self, ticket: Ticket, stream: int | None = None) -> None:
-        self._check(ticket)
-        if not (self._owns_page or isinstance(self._page, HostPage)) or self._device is None:
-            super().wait_on_stream(ticket, stream)
-            return
-        address = self._page.device_address(ticket.slot, self._device)
-        with self._lock:
-            self._awaited[ticket.slot] = max(ticket.value, self._awaited.get(ticket.slot, 0))
-        wait_value64(stream or 0, address, ticket.value, device=self._device)
-        if self._ended:  # abandoned in between, perhaps before the value was noted
-            self._let_go()
+        with self._gate:
             self._check(ticket)
+            if not (self._owns_page or isinstance(self._page, HostPage)) or self._device is None:
+                super().wait_on_stream(ticket, stream)
+                return
+            address = self._page.device_address(ticket.slot, self._device)
+            with self._lock:
+                self._awaited[ticket.slot] = max(ticket.value, self._awaited.get(ticket.slot, 0))
+            wait_value64(stream or 0, address, ticket.value, device=self._device)
+            if self._ended:  # abandoned in between, perhaps before the value was noted
+                self._store_awaited()
+                self._check(ticket)
 
     def abandon(self) -> None:
         super().abandon()
-        self._let_go()
+        with self._gate:
+            if not self.closed:
+                self._store_awaited()
 
-    def _let_go(self) -> None:
-        """Store every value that a stream of ours waits for, unless it is there."""
+    def _store_awaited(self) -> None:
+        """Store every value that a stream of ours waits for, unless it is there; what failed can be tried again."""
         with self._lock:
-            awaited, self._awaited = self._awaited, {}
+            awaited = dict(self._awaited)
         for slot, value in awaited.items():
             if self._page.read(slot) < value:
                 self._page.write(slot, value)
+            with self._lock:
+                if self._awaited.get(slot) == value:
+                    del self._awaited[slot]
 
     def _close(self) -> None:
         self._page.close()

@@ -55,6 +55,7 @@ class SlotPool:
         self._values = [0] * slots  # of the last ticket, 0 before the first
         self._released = deque(range(slots))
         self._held = [False] * slots
+        self._pending = [False] * slots  # whether the last ticket's signal may still be to come
         self._next = 1
         self._changed = threading.Condition()
         self._closed = False
@@ -79,7 +80,9 @@ class SlotPool:
                     "not said that it is done with them. Make the ring larger, or close it if the process is gone"
                 )
             with self._changed:
-                self._changed.wait(min(remaining, _LOOK_AGAIN_S) if self._released else remaining)
+                looked_at = len(self._released) + sum(self._held) < self.slots  # by another thread, which puts it back
+                again = self._released or looked_at
+                self._changed.wait(min(remaining, _LOOK_AGAIN_S) if again else remaining)
 
     def _try(self, reached: Callable[[Ticket], bool]) -> Ticket | None:
         for _ in range(self.slots):
@@ -89,14 +92,19 @@ class SlotPool:
                 if not self._released:
                     return None
                 slot = self._released.popleft()
-                value = self._values[slot]
-            usable = value == 0 or reached(Ticket(slot, value))
-            with self._changed:
+                last = Ticket(slot, self._values[slot]) if self._pending[slot] else None
+            usable = False
+            try:
+                usable = last is None or reached(last)
+            finally:
                 if not usable:
-                    self._released.append(slot)
-                    continue
+                    with self._changed:
+                        self._released.append(slot)
+            if not usable:
+                continue
+            with self._changed:
                 self._values[slot] = self._next
-                self._held[slot] = True
+                self._held[slot] = self._pending[slot] = True
                 self._next += 1
                 return Ticket(slot, self._values[slot])
         return None
@@ -121,10 +129,11 @@ class SlotPool:
     def cancel(self, ticket: Ticket) -> None:
         """Take back a ticket whose recording failed: nothing will ever signal it."""
         with self._changed:
-            self._values[ticket.slot] = 0
-            self._held[ticket.slot] = False
-            self._released.append(ticket.slot)
-            self._changed.notify()
+            self._pending[ticket.slot] = False
+            if self._held[ticket.slot] and ticket.value == self._values[ticket.slot]:
+                self._held[ticket.slot] = False
+                self._released.append(ticket.slot)
+                self._changed.notify()
 
     def close(self) -> bool:
         """Refuse everything from now on, wake who waits; whether this was the first call."""
