@@ -21,6 +21,9 @@ _LOG = logging.getLogger(__name__)
 # How long the unmapper stays once nothing is mapped; open and close in a loop then does not start a thread each time.
 _LINGER_S = 1.0
 
+# How often who waits for an entry looks at it anew: a released one may be taken into use again instead of going.
+_LOOK_AGAIN_S = 0.02
+
 
 class MappingKey(NamedTuple):
     """Which allocation of which process: the exporter's token, the driver's id of the allocation, the handle."""
@@ -139,7 +142,7 @@ class MappingTable:
             entry, waits_on = self._find_or_insert(key)
             if waits_on is None:
                 return self._open(entry, opener) if entry.opened is None else MappingRef(self, entry)
-            if not waits_on.wait(max(0.0, deadline - time.monotonic())):
+            if not waits_on.wait(min(_LOOK_AGAIN_S, timeout_s)) and time.monotonic() >= deadline:
                 raise DeadlineError(
                     f"the mapping of {_name(key)} was still {entry.state.value} in another thread after {timeout_s} s"
                 )
@@ -158,7 +161,7 @@ class MappingTable:
             if not idle:
                 return
             self._released.put(None)
-            if not idle[0].gone.wait(max(0.0, deadline - time.monotonic())):
+            if not idle[0].gone.wait(min(_LOOK_AGAIN_S, timeout_s)) and time.monotonic() >= deadline:
                 raise DeadlineError(f"{len(idle)} released mappings were not unmapped within {timeout_s} s")
 
     def stats(self) -> MappingStats:
@@ -180,9 +183,9 @@ class MappingTable:
             self._apply_releases()
             entry = self._entries.get(key.handle)
             if entry is None:
+                self._ensure_unmapper()  # may fail: nothing is entered then
                 entry = self._entries[key.handle] = _Entry(key)
                 entry.count = 1
-                self._ensure_unmapper()
                 return entry, None
             if entry.state is _State.CLOSING:
                 return entry, entry.gone
@@ -216,6 +219,8 @@ class MappingTable:
         return MappingRef(self, entry)
 
     def _share(self, entry: _Entry) -> MappingRef:
+        if os.getpid() != self._pid:  # forked: nobody counts or unmaps here, and the lock may be held for ever
+            return MappingRef(self, entry)
         with self._lock:
             if entry.state is not _State.OPEN:  # released, by another thread, between the caller's look and the lock
                 raise ShareError(f"{_name(entry.key)} was released before another use of it was asked for")
@@ -242,9 +247,14 @@ class MappingTable:
 
     def _ensure_unmapper(self) -> None:
         """Called with the lock held. The thread ends by itself once nothing is mapped."""
-        if self._unmapper is None:
-            self._unmapper = threading.Thread(target=self._unmap_loop, name="kvferry-unmapper", daemon=True)
-            self._unmapper.start()
+        if self._unmapper is not None and self._unmapper.is_alive():
+            return
+        unmapper = threading.Thread(target=self._unmap_loop, name="kvferry-unmapper", daemon=True)
+        try:
+            unmapper.start()
+        except RuntimeError as error:
+            raise ShareError(f"no thread can be started to unmap memory, so none is mapped: {error}") from error
+        self._unmapper = unmapper
 
     def _unmap_loop(self) -> None:
         while True:
