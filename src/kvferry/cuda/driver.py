@@ -100,8 +100,14 @@ class _Holder:
         self.looked = False
         self.driver: Driver | None = None
         self.reason = ""
+        os.register_at_fork(after_in_child=self._after_fork_in_child)
+
+    def _after_fork_in_child(self) -> None:
+        self.lock = threading.Lock()  # whoever held it stayed in the parent
 
     def load(self) -> Driver | None:
+        if self.looked:  # from then on nothing changes: no lock to wait for
+            return self.driver
         with self.lock:
             if not self.looked:
                 self.driver, self.reason = _find_driver()
@@ -170,5 +176,6 @@ def set_driver_for_testing(replacement: Driver | None) -> None:
     """Use `replacement` from now on; None forgets it, and the real driver is looked for again."""
     holder = _holder()
     with holder.lock:
+        holder.looked = False
         holder.driver = replacement
         holder.looked = replacement is not None

@@ -21,7 +21,7 @@ class _Owned:
         self.device = device
         self.handle = handle
 
-    def _destroy(self) -> None:
+    def _destroy(self, handle: int) -> None:
         raise NotImplementedError
 
     @property
@@ -30,9 +30,9 @@ class _Owned:
 
     def close(self) -> None:
         """Destroy it; idempotent. Work that was given to it before still runs."""
-        if self.handle and load_driver() is not None:  # None in a forked child, where the parent's object stays
-            self._destroy()
-        self.handle = 0
+        handle, self.handle = self.handle, 0  # of two threads that close, one finds it
+        if handle and load_driver() is not None:  # None in a forked child, where the parent's object stays
+            self._destroy(handle)
 
     def __enter__(self) -> Self:
         return self
@@ -57,9 +57,9 @@ class Stream(_Owned):
         with bound(device) as drv:
             super().__init__(device, drv.stream_create(priority))
 
-    def _destroy(self) -> None:
+    def _destroy(self, handle: int) -> None:
         with bound(self.device) as drv:
-            drv.stream_destroy(self.handle)
+            drv.stream_destroy(handle)
 
     def synchronize(self) -> None:
         """Block, with the GIL released, until all work in the stream is done."""
@@ -109,9 +109,9 @@ class Event(_Owned):
         with bound(self.device) as drv:
             return drv.ipc_get_event_handle(self.handle)
 
-    def _destroy(self) -> None:
+    def _destroy(self, handle: int) -> None:
         with bound(self.device) as drv:
-            drv.event_destroy(self.handle)
+            drv.event_destroy(handle)
 
     def record(self, stream: int = 0) -> None:
         """Mark the end of the work that is in `stream` now."""
