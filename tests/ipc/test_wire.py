@@ -198,7 +198,7 @@ def test_an_export_that_fails_in_the_middle_closes_what_was_made() -> None:
     wrappers = _exported()
     wrappers[2].close()
     before = count_fds()
-    with pytest.raises(IndexError):
+    with pytest.raises(ShareError):
         wire.encode(wrappers)
     assert count_fds() == before
     for wrapper in wrappers:
