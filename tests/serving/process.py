@@ -103,7 +103,7 @@ class Zygote:
                 [sys.executable, "-m", "serving.zygote", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=TESTS,
-                env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS), *sys.path)), "OMP_NUM_THREADS": "1"},
             )
 
     def start(self, kind: str, **arguments: Any) -> Side:
