@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -195,3 +196,50 @@ def test_nothing_is_left_in_dev_shm_when_the_process_is_killed() -> None:
         child.send_signal(signal.SIGKILL)
         child.wait(10)
     assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_rehome_refuses_memory_that_others_own() -> None:
+    array = np.zeros(8, dtype=np.float32)
+    buffer = bytearray(32)
+    plain = torch.ones(4)
+    address = plain.data_ptr()
+    for borrowed in (
+        torch.from_numpy(array),
+        torch.from_numpy(array[:2]),
+        torch.frombuffer(buffer, dtype=torch.uint8),
+        torch.zeros(8).share_memory_(),  # type: ignore[no-untyped-call]
+    ):
+        with pytest.raises(ShareError, match="not torch's own"):
+            rehome([plain, borrowed])
+    assert plain.data_ptr() == address
+    # Two storages at one address, the smaller first: neither moves.
+    both = [torch.from_numpy(array[:2]), torch.from_numpy(array)]
+    with pytest.raises(ShareError):
+        rehome(both)
+    both[0].fill_(3)
+    assert array[:3].tolist() == [3, 3, 0]
+
+
+def test_rehome_refuses_a_tensor_whose_address_dlpack_gave_away() -> None:
+    tensor = torch.zeros(1 << 20)
+    alias = np.from_dlpack(tensor)
+    with pytest.raises(ShareError, match="DLPack"):
+        rehome([tensor])
+    del alias
+    gc.collect()
+    rehome([tensor])
+
+
+def test_rehome_moves_views_of_views_and_parameters_without_grad() -> None:
+    whole = torch.arange(32.0)
+    middle = whole[4:28]
+    inner = middle.view(4, 6)[1:, 2:]
+    parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    expected = inner.clone()
+    rehome([inner, middle, parameter])
+    assert torch.equal(inner, expected)
+    inner.fill_(-1)
+    assert whole[12] == middle[8] == -1
+    assert isinstance(parameter, torch.nn.Parameter)
+    assert find_segment(parameter.data_ptr(), 12) is not None
+    assert find_segment(whole.data_ptr(), 128) is not None
