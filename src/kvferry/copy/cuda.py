@@ -81,7 +81,15 @@ class CudaCopier:
             self._halves[1].follow(drv, self._halves[0])
             for index, step in enumerate(steps):
                 check_cancelled(cancelled, step.begin)
-                self._halves[index % 2].submit(drv, step, kernel, to_flat=to_flat)
+                half, other = self._halves[index % 2], self._halves[1 - index % 2]
+                half.settle(drv)
+                if to_flat:
+                    half.gather(drv, step, kernel)
+                else:
+                    half.fetch(drv, step)
+                    other.spread(drv, kernel)
+            for half in self._halves:
+                half.spread(drv, kernel)
 
     def _ready(self) -> CopyKernel:
         if self._kernel is not None:
