@@ -149,18 +149,18 @@ def test_a_job_ends_once_and_tells_how() -> None:
     good.end(Stored(1, 1, 2, 3))
     assert (good.wait(), good.error, good.failed_block_ids) == (StoreResult(1, 2, 3), None, ())
     assert good.cancel() is False
-    bad = Job[RetrieveResult]([4, 5], writes=True)
+    bad = Job[RetrieveResult]([4, 5])
     bad.end(Error(1, "lease", "gone", np.array([5], dtype="<i4").tobytes()))
     assert bad.failed_block_ids == (5,)
     with pytest.raises(RequestError, match=r"gone \[lease\]"):
         bad.wait()
     assert bad.cancel() is True
-    lost = Job[RetrieveResult]([4, 5], writes=True)
+    lost = Job[RetrieveResult]([4, 5])
     lost.end(ServerGoneError("gone"))
     assert lost.failed_block_ids == (4, 5)
     with pytest.raises(ServerGoneError):
         lost.wait()
-    whole = Job[RetrieveResult]([4], writes=True)
+    whole = Job[RetrieveResult]([4])
     whole.end(Retrieved(1, 1))
     assert whole.wait() == RetrieveResult(1)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvferry.client.link import Link
 from kvferry.client.waiting import Answer
-from kvferry.errors import DeadlineError, ProtocolError, RequestError, ServerGoneError
+from kvferry.errors import DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
 from kvferry.protocol.framing import encode_frame
 from kvferry.protocol.messages import Closed, Error, Message, Ping, Pong, Welcome
 
@@ -66,35 +66,81 @@ def link(server: Server, tmp_path: Path) -> Iterator[Link]:
     made.close()
 
 
+def failure(call: Callable[[], object]) -> KVFerryError:
+    try:
+        call()
+    except KVFerryError as error:
+        return error
+    raise AssertionError("it did not fail")
+
+
 def until(answers: list[Answer], count: int = 1) -> None:
     deadline = time.monotonic() + 5
     while len(answers) < count and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
-def test_a_job_that_writes_here_is_not_given_up_while_the_server_lives(server: Server, link: Link) -> None:
-    stores: list[Answer] = []
-    retrieves: list[Answer] = []
-    link.expect(stores.append, outlives_hangup=False)
-    link.expect(retrieves.append, outlives_hangup=True)
-    server.hang_up()
-    until(stores)
-    assert isinstance(stores[0], ServerGoneError)
-    time.sleep(0.1)
-    assert retrieves == []
+def test_jobs_are_not_given_up_while_the_server_may_still_copy(server: Server, link: Link) -> None:
+    jobs: list[Answer] = []
+    link.expect(jobs.append)
+    server.hang_up()  # without a word, as by a process that is dying
     with pytest.raises(ServerGoneError):
         link.call(Ping, Pong, 1)
-    link.close()
-    assert isinstance(retrieves[0], ServerGoneError)
+    assert not link.close(0.3)
+    assert jobs == []
+    server.greet(Welcome(1, b"i" * 16)).join()  # it lives, so that its copies had stopped
+    until(jobs)
+    assert isinstance(jobs[0], ServerGoneError)
+
+
+def test_another_server_at_the_same_place_says_nothing_about_the_first(server: Server, link: Link) -> None:
+    jobs: list[Answer] = []
+    link.expect(jobs.append)
+    server.hang_up()
+    server.greet(Welcome(1, b"j" * 16)).join()
+    time.sleep(0.1)
+    assert jobs == []
+    server.greet(Welcome(1, b"i" * 16)).join()
+    until(jobs)
+    assert isinstance(jobs[0], ServerGoneError)
+
+
+@pytest.mark.parametrize("last", [b"", encode_frame(Closed("that is all")), b"\xff" * 100])
+def test_a_client_that_hangs_up_waits_for_the_copies_too(server: Server, link: Link, last: bytes) -> None:
+    jobs: list[Answer] = []
+    talks: list[Answer] = []
+    link.expect(jobs.append)
+    seq = link.expect(jobs.append)
+    thread = threading.Thread(target=lambda: talks.append(failure(lambda: link.call(Ping, Pong, 5))))
+    thread.start()
+    assert server.peer is not None
+    server.peer.recv(100)
+    started = time.monotonic()
+    assert not link.close(0.1)
+    thread.join(1)
+    assert isinstance(talks[0], ServerGoneError)
+    assert time.monotonic() - started < 1
+    assert jobs == []
+    server.peer.sendall(encode_frame(Error(seq, "cancelled", "stopped")))
+    until(jobs)
+    assert jobs == [Error(seq, "cancelled", "stopped")]
+    server.peer.sendall(last)
+    if b"Closed" not in last and b"closed" not in last:
+        assert len(jobs) == 1
+        server.hang_up()
+        server.greet(Welcome(1, b"i" * 16)).join()
+    until(jobs, 2)
+    assert isinstance(jobs[1], ServerGoneError)
+    assert link.close(5)
 
 
 def test_a_server_that_says_goodbye_has_stopped_its_copies(server: Server, link: Link) -> None:
-    retrieves: list[Answer] = []
-    link.expect(retrieves.append, outlives_hangup=True)
+    jobs: list[Answer] = []
+    link.expect(jobs.append)
     assert server.peer is not None
     server.peer.sendall(encode_frame(Closed("that is all")))
-    until(retrieves)
-    assert "that is all" in str(retrieves[0])
+    until(jobs)
+    assert "that is all" in str(jobs[0])
 
 
 def test_silence_ends_by_the_deadline_and_the_late_answer_is_dropped(server: Server, link: Link) -> None:

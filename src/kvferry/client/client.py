@@ -51,6 +51,8 @@ class CacheClient:
 
     def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
         self._closed = True
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s is {timeout_s}; the server needs some time to answer")
         self._timeout_s = timeout_s
         self._link = Link(socket_path(url), timeout_s)
         self._closed = False
@@ -117,7 +119,12 @@ class CacheClient:
             registration, self._registration = self._registration, None
         if registration is None:
             return
-        unregister(self._link, self._timeout_s)
+        try:
+            unregister(self._link, self._timeout_s)
+        except BaseException:
+            with self._lock:
+                self._registration = registration  # the server may still use the memory
+            raise
         with self._lock:
             self._engine_id, self._chunk_tokens = None, 0
         registration.close()
@@ -222,7 +229,7 @@ class CacheClient:
             raise BlockIdError(f"skip_tokens is {skip_tokens}; only whole blocks of {block_size} tokens can be skipped")
         ids = int32_ids(block_ids)
 
-        job = Job[RetrieveResult](ids[skip:].tolist(), writes=True)
+        job = Job[RetrieveResult](ids[skip:].tolist())
         start_job(
             job,
             self._link,
@@ -249,9 +256,9 @@ class CacheClient:
         if self._link.usable:
             with contextlib.suppress(KVFerryError):  # a server that is gone, or gone wrong, is told by hanging up
                 self.unregister()
-        self._link.close(self._timeout_s)
-        with self._lock:
-            registration, self._registration = self._registration, None
+        if not self._link.close(self._timeout_s):
+            return  # the server does not answer, and may still copy: what is shared stays as it is
+        registration, self._registration = self._registration, None
         if registration is not None:
             registration.close()
 

@@ -43,8 +43,7 @@ class Job(Generic[_T]):
     Once it is done the server neither reads nor writes its blocks any more, whether it went well or not.
     """
 
-    def __init__(self, block_ids: Sequence[int], *, writes: bool = False) -> None:
-        self.writes = writes  # into the engine's blocks
+    def __init__(self, block_ids: Sequence[int]) -> None:
         self._block_ids = tuple(block_ids)
         self._ask_to_stop: Callable[[], None] | None = None
         self._done = threading.Event()
@@ -137,7 +136,11 @@ def start_job(
         ring.release(ticket)
         job.end(answer)
 
-    seq = link.expect(on_answer, outlives_hangup=job.writes)
+    try:
+        seq = link.expect(on_answer)
+    except KVFerryError:
+        ring.release(ticket)
+        raise
     job.bind(lambda: link.send(Cancel(seq), timeout_s))
     try:
         link.send(make(seq, ticket), timeout_s)

@@ -21,7 +21,9 @@ from kvferry.protocol.framing import encode_frame, receive, reply_reader, send_w
 from kvferry.protocol.messages import Closed, Error, Message
 
 _IDLE_MS = 1000
-_GONE_S = 30.0
+_ASK_AGAIN_S = 0.5
+_GREETING_S = 2.0
+_NO_PIDFD_S = 30.0  # how long a server that nobody can watch may take to end after its socket has closed
 
 _R = TypeVar("_R", bound=Message)
 
@@ -80,6 +82,8 @@ class Link:
         self._send_lock = threading.Lock()
         self._gone: ServerGoneError | None = None
         self._goodbye: str | None = None
+        self._at_end = False  # nothing more will come
+        self._fd_lock = threading.Lock()  # guards the closing of the descriptors; held for a moment only
         self._forked = False
         self._reader = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
         os.register_at_fork(after_in_child=_ForkHook(self))
@@ -107,15 +111,16 @@ class Link:
             self.send(make(talk.seq), timeout_s)
             return talk.receive(kind, timeout_s)
 
-    def expect(self, on_answer: OnAnswer, *, outlives_hangup: bool) -> int:
-        """A new seq whose one answer goes to `on_answer`, in whatever thread reads it.
+    def expect(self, on_answer: OnAnswer) -> int:
+        """A new seq, that of a job, whose one answer goes to `on_answer` in whatever thread reads it.
 
-        With `outlives_hangup` the server may be writing into our memory: where it hangs up without a word, the failure
-        is told only once its process is gone, since its socket can close before its copies stop.
+        The server reads or writes our memory for it. So where the connection ends, whoever ended it, the failure is
+        told only once that is over: the server has said so, or its process is gone (its socket can close before its
+        copies stop).
         """
         self._check()
         seq = next(self._seqs)
-        self._waiting.add_job(seq, on_answer, late=outlives_hangup)
+        self._waiting.add_job(seq, on_answer)
         return seq
 
     def forget(self, seq: int) -> None:
@@ -147,21 +152,24 @@ class Link:
             poller = select.poll()
             while answers.empty() and self._gone is None and (left := deadline - time.monotonic()) > 0:
                 poller.register(self._socket, select.POLLIN)
+                poller.register(self._wake_fd, select.POLLIN)
                 poller.poll(left * 1e3)
                 self._read_some()
         finally:
             self._read_lock.release()
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Hang up, fail what is waiting, end the reader. Idempotent."""
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Hang up, fail what is waiting, end the reader. Idempotent.
+
+        False where the server has not said within `timeout_s` that it is done with our memory; the jobs that are left
+        fail when it has, or when its process is gone.
+        """
         if self._forked:
-            return
+            return True
         self._hang_up("the client was closed")
-        with self._send_lock:
-            if self._socket.fileno() >= 0:
-                os.eventfd_write(self._wake_fd, 1)
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout_s)
+        return not self._reader.is_alive()
 
     def after_fork(self) -> None:
         """In a forked child: the connection belongs to the parent."""
@@ -169,6 +177,8 @@ class Link:
         self._close_fds()
 
     def _close_fds(self) -> None:
+        if self._socket.fileno() < 0:
+            return
         self._socket.close()
         self._frames.close()
         os.close(self._wake_fd)
@@ -182,23 +192,27 @@ class Link:
             raise self._gone
 
     def _hang_up(self, why: str) -> None:
+        """Say nothing more; the server may still have something to say."""
         self._gone = self._gone or ServerGoneError(f"no connection to the server at {self._path}: {why}")
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_WR)
+        with self._fd_lock:
+            if self._socket.fileno() >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
         """The reader's thread."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
+        poller.register(self._wake_fd, select.POLLIN)
         while self._gone is None:
             poller.poll(_IDLE_MS)
             with self._read_lock:
                 self._read_some()
-        if self._waiting.fail(self._gone, late_too=False):
-            if self._goodbye is None:
-                self._wait_for_servers_end()
-            self._waiting.fail(self._gone, late_too=True)
-        with self._read_lock, self._send_lock:
+        if self._waiting.fail(self._gone, jobs_too=False):
+            self._wait_for_copies_to_stop()
+            self._waiting.fail(self._gone, jobs_too=True)
+        with self._read_lock, self._send_lock, self._fd_lock:
             self._close_fds()
 
     def _read_some(self) -> None:
@@ -206,7 +220,10 @@ class Link:
         try:
             data, fds = receive(self._socket)
             if not data:
-                self._hang_up(self._goodbye or "the server hung up")
+                self._at_end = True
+                self._hang_up("the server hung up")
+                return
+            if self._goodbye is not None:
                 return
             self._frames.feed(data, fds)
             while (frame := self._frames.next_frame()) is not None:
@@ -218,17 +235,41 @@ class Link:
         except BlockingIOError:
             return
         except ProtocolError as error:
+            self._frames.close()
+            self._frames = reply_reader()  # what comes now is garbage too, but its end says something
             self._hang_up(f"the server broke the protocol: {error}")
         except OSError as error:
+            self._at_end = True
             self._hang_up(f"the server went away: {error}")
 
-    def _wait_for_servers_end(self) -> None:
-        """Wait until the server's process is gone; `close` ends the wait too."""
+    def _wait_for_copies_to_stop(self) -> None:
+        """Return once the server neither reads nor writes our memory any more, or its process is gone.
+
+        A server that lives hangs up when its copies for us have stopped, and mostly says goodbye before. One that hung
+        up and does not answer may be dying.
+        """
         poller = select.poll()
-        poller.register(self._wake_fd, select.POLLIN)
+        poller.register(self._socket, select.POLLIN)
         if self._server_pidfd is not None:
             poller.register(self._server_pidfd, select.POLLIN)
-        poller.poll(_GONE_S * 1e3)
+        while self._goodbye is None and not self._at_end:
+            if any(fd == self._server_pidfd for fd, _ in poller.poll(_IDLE_MS)):
+                return
+            with self._read_lock:
+                self._read_some()
+        poller.unregister(self._socket)
+        give_up_at = None if self._server_pidfd is not None else time.monotonic() + _NO_PIDFD_S
+        while self._goodbye is None and not self._same_server_answers():
+            if poller.poll(_ASK_AGAIN_S * 1e3) or (give_up_at is not None and time.monotonic() > give_up_at):
+                return
+
+    def _same_server_answers(self) -> bool:
+        """Whether the very server that hung up still takes connections."""
+        try:
+            with connect(self._path, _GREETING_S) as sock:
+                return greet(sock, _GREETING_S) == self.incarnation
+        except (KVFerryError, OSError):
+            return False
 
 
 class _ForkHook:
@@ -239,5 +280,5 @@ class _ForkHook:
 
     def __call__(self) -> None:
         link = self._link()
-        if link is not None and link.usable:
+        if link is not None:
             link.after_fork()

@@ -79,7 +79,7 @@ def _hand_over(link: Link, registration: Registration, timeout_s: float) -> None
                 nonces.check(_send(link, talk, registration, timeout_s).nonces)
             link.send(Confirm(talk.seq), timeout_s)
             talk.receive(Registered, timeout_s)
-        except KVFerryError:
+        except BaseException:
             with contextlib.suppress(KVFerryError):  # the first error says more
                 unregister(link, timeout_s)
             raise

@@ -22,8 +22,9 @@ OnEnd = Callable[[str, bool], None]
 class Connection:
     """Reads and writes without ever waiting. Owns the socket.
 
-    `on_end(text, gone)` is called once at most, where the peer hung up (`gone`) or broke the protocol; the owner then
-    decides what is still sent, and closes. A descriptor that comes with a frame is the callee's.
+    `on_end(text, gone)` is called where the peer hung up (`gone`: nothing more will come) or broke the protocol; the
+    owner then decides what is still sent, and closes, which tells the peer that nothing of it is in use any more. A
+    descriptor that comes with a frame is the callee's.
     """
 
     def __init__(self, sock: socket.socket, loop: Loop[object], *, on_frame: OnFrame, on_end: OnEnd) -> None:
@@ -36,6 +37,8 @@ class Connection:
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
         self._reading = True
+        self._at_end = False  # nothing more will come
+        self._muted = False  # nothing more can be said
         self._close_when_sent = False
         self._events = READ
         self._loop.watch(sock.fileno(), READ, self._on_ready)
@@ -46,16 +49,14 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Queue a frame, and send at once what the socket takes. A peer that does not read is ended."""
-        if self.closed or self._close_when_sent:
+        if self.closed or self._muted or self._close_when_sent:
             return
         data = encode_frame(message)
         self._queue.append(memoryview(data))
         self._queued_bytes += len(data)
         self._flush()
         if self._queued_bytes > MAX_QUEUED_BYTES:
-            self._queue.clear()
-            self._queued_bytes = 0
-            self._report(f"the client left {MAX_QUEUED_BYTES} bytes of replies unread", gone=True)
+            self._end(f"the client left {MAX_QUEUED_BYTES} bytes of replies unread")
 
     def stop_reading(self) -> None:
         """Handle no more frames; the peer's hanging up is still noticed."""
@@ -82,9 +83,10 @@ class Connection:
             try:
                 self._read()
             except ProtocolError as error:
-                self._report(str(error), gone=False)
+                self._reading = False
+                self._on_end(str(error), False)
             except OSError as error:
-                self._report(f"the client hung up: {error}", gone=True)
+                self._end(f"the client hung up: {error}")
 
     def _read(self) -> None:
         try:
@@ -92,7 +94,10 @@ class Connection:
         except BlockingIOError:
             return
         if not data:
-            self._report("the client hung up", gone=True)
+            self._at_end = True
+            self._reading = False
+            self._watch()
+            self._on_end("the client hung up", True)
             return
         if not self._reading:
             for fd in fds:
@@ -110,15 +115,24 @@ class Connection:
                 while self._queue:
                     self._send_first()
         except OSError as error:
-            self._report(f"the client hung up: {error}", gone=True)
+            self._end(f"the client hung up: {error}")
+        if self.closed:
             return
         if self._close_when_sent and not self._queue:
             self.close()
             return
-        events = READ | WRITE if self._queue else READ
-        if events != self._events:
-            self._events = events
+        self._watch()
+
+    def _watch(self) -> None:
+        """Wait for what can still happen; at the end of the stream that would always be "readable"."""
+        events = (0 if self._at_end else READ) | (WRITE if self._queue else 0)
+        if events == self._events:
+            return
+        self._events = events
+        if events:
             self._loop.watch(self._socket.fileno(), events, self._on_ready)
+        else:
+            self._loop.forget(self._socket.fileno())
 
     def _send_first(self) -> None:
         sent = self._socket.send(self._queue[0])
@@ -128,8 +142,11 @@ class Connection:
         else:
             self._queue[0] = self._queue[0][sent:]
 
-    def _report(self, text: str, *, gone: bool) -> None:
+    def _end(self, text: str) -> None:
+        """The peer is gone, or as good as that: nothing more is read or sent."""
         self._reading = False
-        if gone:
-            self.close()
-        self._on_end(text, gone)
+        self._at_end = self._muted = True
+        self._queue.clear()
+        self._queued_bytes = 0
+        self._watch()
+        self._on_end(text, True)

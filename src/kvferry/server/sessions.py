@@ -126,7 +126,11 @@ class Sessions:
             self._loop.watch(pidfd, READ, lambda _: self.end(session, "the client's process ended", gone=True))
 
     def end(self, session: Session, text: str, *, gone: bool = False) -> None:
-        """End a session and give back all that it holds. Idempotent, but a later `gone` also closes the socket."""
+        """End a session and give back all that it holds. Idempotent.
+
+        With `gone` the client's process has ended, and the socket is closed at once. A client that lives sees it closed
+        only when nothing of its memory is in use any more, and may go by that.
+        """
         if gone:
             session.connection.close()
         if session.ended:
@@ -194,7 +198,7 @@ class Sessions:
         if not gone:
             self._state.counters.sessions_broken += 1
             session.send(Error(NO_SEQ, "protocol", text))
-        self.end(session, text, gone=gone)
+        self.end(session, text)
 
     def _on_cache_closed(self, session: Session) -> None:
         if session.ended:
