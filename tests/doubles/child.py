@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -79,7 +80,8 @@ class Child:
     def close(self) -> None:
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # what was still to be written to one that died
+                    stream.close()
         deadline = time.monotonic() + 20
         while self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_garbage_of_other_modules() -> None:
+    """What earlier modules left in cycles holds descriptors, which tests that count them must not see go."""
+    gc.collect()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from doubles.host_files import count_fds
@@ -101,7 +101,7 @@ def test_a_ring_for_the_other_end_is_refused() -> None:
 _GOOD = _good()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_changed_bytes_are_refused_or_opened_and_leave_no_descriptor(data: st.DataObject) -> None:
     changed = bytearray(_GOOD[0])

@@ -204,3 +204,9 @@ def test_closing_a_stream_from_many_threads_destroys_it_once(fake: FakeDriver) -
         for thread in threads:
             thread.join(10)
     assert fake.fake.calls["cuStreamDestroy_v2"] == 20
+
+
+@pytest.mark.parametrize("slots", [0, -1, 4097])
+def test_a_ring_has_a_sane_number_of_slots(slots: int) -> None:
+    with pytest.raises(ValueError, match="4096"):
+        make_event_ring(None, False, slots)

@@ -211,7 +211,8 @@ def test_the_interpreter_ends_silently_whatever_is_still_open() -> None:
         "for w in keep: w.close()\n"
         "cycle = [imported().to_tensor]; cycle[0].__self__.close(); cycle.append(cycle)\n"
         "shared = ipc.allocate_shared((1000,)); mine = ipc.HostIPCWrapper(shared)\n"
-        "ring = ipc.make_event_ring(None, False, 4); events = ipc.open_events(*ipc.encode_events(ring)); ring.close(); events.close()\n"
+        "ring = ipc.make_event_ring(None, False, 4)\n"
+        "events = ipc.open_events(*ipc.encode_events(ring)); ring.close(); events.close()\n"
         "module = sys.modules['kvferry']; module.kept = (tensors, shared, mine, ring, events)\n",
         "-X",
         "dev",

@@ -227,7 +227,7 @@ def test_any_changed_bytes_are_refused_or_mean_descriptors(data: st.DataObject) 
     _decode_hostile(bytes(changed))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=300))
 def test_any_bytes_are_refused(data: bytes) -> None:
     _decode_hostile(data)
@@ -245,7 +245,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(sorted(_fields())), _JSON)
 def test_any_value_in_any_field_is_refused_or_checked(field: str, value: object) -> None:
     _decode_hostile(_message([_ext({**_fields_once, field: value})]))
