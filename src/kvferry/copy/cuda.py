@@ -81,15 +81,7 @@ class CudaCopier:
             self._halves[1].follow(drv, self._halves[0])
             for index, step in enumerate(steps):
                 check_cancelled(cancelled, step.begin)
-                half, other = self._halves[index % 2], self._halves[1 - index % 2]
-                half.settle(drv)
-                if to_flat:
-                    half.gather(drv, step, kernel)
-                else:
-                    half.fetch(drv, step)
-                    other.spread(drv, kernel)
-            for half in self._halves:
-                half.spread(drv, kernel)
+                self._halves[index % 2].submit(drv, step, kernel, to_flat=to_flat)
 
     def _ready(self) -> CopyKernel:
         if self._kernel is not None:
