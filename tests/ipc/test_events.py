@@ -50,7 +50,8 @@ def child(children: list[EventChild]) -> Iterator[EventChild]:
 @pytest.fixture
 def mortal() -> Iterator[EventChild]:
     """A process for one test, which may kill it."""
-    with EventChild(fake=True) as process:
+    process = EventChild(fake=True)
+    with process:
         yield process
 
 
