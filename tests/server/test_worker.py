@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -17,9 +17,11 @@ from kvferry.copy import HostCopier
 from kvferry.errors import CudaError, RequestError, UnknownDeviceError
 from kvferry.ipc import IPCPolicy
 from kvferry.ipc.wire import encode_descriptors, fd_slots
+from kvferry.server.copies import CopyQueue
 from kvferry.server.device import HostDevice
 from kvferry.server.loop import READ, Loop
 from kvferry.server.memory import GUARD_BYTES, Memory
+from kvferry.server.opened import OpenedCache
 from kvferry.server.tasks import (
     CacheClosed,
     CacheOpened,
@@ -39,6 +41,10 @@ from kvferry.server.worker import DeviceWorker
 from kvferry.server.workers import Workers
 
 BLOCKS_A_CHUNK = 4
+
+
+def ids(blocks: Iterable[int]) -> bytes:
+    return torch.tensor(list(blocks), dtype=torch.int32).numpy().tobytes()
 
 
 class Bench:
@@ -64,12 +70,11 @@ class Bench:
         return FdsTask(cache_id, tuple(wrapper.export_fd(i) for wrapper, i in fd_slots(self.storages.wrappers)))
 
     def copy_task(self, job_id: int, **changes: Any) -> CopyTask:
-        ids = torch.tensor([3, 1, 2, 0], dtype=torch.int32).numpy().tobytes()
         fields: dict[str, Any] = {
             "cache_id": 1,
             "job_id": job_id,
             "direction": Direction.GATHER,
-            "block_ids": ids,
+            "block_ids": ids((3, 1, 2, 0)),
             "offsets": (0,),
             "skip_blocks": 0,
             "ticket": None,
@@ -222,24 +227,84 @@ def test_a_device_that_cannot_be_had_refuses_all_that_comes() -> None:
         bench.close()
 
 
-def test_workers_that_failed_are_replaced_and_their_number_is_bounded() -> None:
+def test_a_device_that_failed_is_tried_again_for_the_next_cache() -> None:
+    attempts: list[int] = []
+
+    def make() -> HostDevice:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise RuntimeError("not a KVFerryError")
+        return HostDevice()
+
+    bench = Bench(make)
+    try:
+        bench.worker.submit(bench.open_task(1))
+        opened = bench.next()
+        assert isinstance(opened, CacheOpened)
+        assert opened.failure is not None
+        bench.worker.submit(bench.open_task(2))
+        assert bench.next() == FdsTaken(2, 0)
+        bench.worker.submit(CloseTask(1))  # of the cache that was refused
+        assert bench.next() == CacheClosed(1)
+        bench.worker.submit(CloseTask(2))
+        assert bench.next() == CacheClosed(2)
+    finally:
+        bench.close()
+
+
+def test_only_devices_that_are_there_get_workers() -> None:
     memory = Memory(1 << 16)
     posted: queue.SimpleQueue[Completion] = queue.SimpleQueue()
-    workers = Workers(lambda _: HostDevice(), no_device, memory_address=memory.address, post=posted.put)
+    workers = Workers(lambda _: HostDevice(), no_device, ("GPU-1",), memory_address=memory.address, post=posted.put)
     try:
-        first = workers.get("GPU-1")
-        deadline = time.monotonic() + 5
-        while not first.failed and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert workers.get("GPU-1") is not first
         assert workers.get("") is workers.get("")
-        for number in range(2, 32):
-            workers.get(f"GPU-{number}")
-        with pytest.raises(RequestError, match="32 devices"):
-            workers.get("GPU-32")
+        assert workers.get("GPU-1") is workers.get("GPU-1")
+        with pytest.raises(RequestError, match="serves the GPUs GPU-1, not GPU-2"):
+            workers.get("GPU-2")
     finally:
         assert workers.stop(5) == []
         memory.close()
+
+
+def test_a_cache_that_cannot_be_opened_harms_nobody_else(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: OpenedCache) -> tuple[bytes, ...]:
+        raise OverflowError("nobody thought of this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenedCache, "finish", broken)
+        bench.worker.submit(bench.open_task(9))
+        assert bench.next() == FdsTaken(9, 0)
+        bench.worker.submit(bench.fds_task(9))
+        assert bench.next() == FdsTaken(9, 1)
+        opened = bench.next()
+    assert isinstance(opened, CacheOpened)
+    assert opened.failure is not None
+    assert "nobody thought" in opened.failure.text
+    bench.worker.submit(CloseTask(9))
+    assert bench.next() == CacheClosed(9)
+    bench.open()
+
+
+def test_a_cache_with_many_jobs_takes_turns_with_others(bench: Bench) -> None:
+    bench.open()
+    order: list[int] = []
+
+    class Slow(HostDevice):
+        step_bytes = 1
+
+    copies = CopyQueue(
+        bench.worker._caches, memory_address=bench.memory.address, post=lambda done: order.append(done.job_id)
+    )
+    bench.worker._caches[2] = bench.worker._caches[1]
+    for job_id in range(10, 15):
+        copies.add(bench.copy_task(job_id, offsets=(0, 4096 * 16), block_ids=ids(range(8))))
+    copies.add(bench.copy_task(20, cache_id=2))
+    copies.add(bench.copy_task(30, direction=Direction.SCATTER))
+    device = Slow()
+    while copies.wait_s == 0.0:
+        copies.step(device)
+    del bench.worker._caches[2]
+    assert order == [20, 30, 10, 11, 12, 13, 14]
 
 
 def test_memory_comes_in_pieces_that_do_not_touch() -> None:

@@ -24,6 +24,7 @@ class Lease:
     request_id: str
     num_chunks: int
     expires_at: float
+    num_shares: int
     shares: dict[int, Chunk] = field(default_factory=dict)
 
 
@@ -45,19 +46,29 @@ class LeaseTable:
     ) -> Lease:
         """Pin `shares` (for each rank the last chunk of its chain, all of one depth) for a request.
 
-        The request's earlier lease is kept, with a new term, where it promises the same; else it is replaced.
+        The request's earlier lease is kept, with a new term, where it promises the same; else it is replaced. One that
+        some rank has taken its share of already is left to the others, beside the new one.
         """
         (num_chunks,) = {share.depth for share in shares.values()}
         old = self._requests.get((owner, request_id))
-        if old is not None and old.shares.items() <= shares.items():
+        if old is not None and old.shares == shares:
             old.expires_at = now + self._ttl_s
             self._leases.move_to_end(old.lease_id)
             return old
         lease_id = secrets.randbits(62) | 1
-        lease = Lease(lease_id, owner, scope, request_id, num_chunks, now + self._ttl_s, dict(shares))
+        lease = Lease(
+            lease_id,
+            owner,
+            scope,
+            request_id,
+            num_chunks,
+            now + self._ttl_s,
+            num_shares=len(shares),
+            shares=dict(shares),
+        )
         for share in lease.shares.values():
             self._index.pin(share)
-        if old is not None:
+        if old is not None and len(old.shares) == old.num_shares:
             self.release(old.lease_id)
         self._leases[lease_id] = lease
         self._requests[owner, request_id] = lease

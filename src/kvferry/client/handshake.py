@@ -13,20 +13,28 @@ from kvferry.protocol.framing import encode_frame, receive, reply_reader, send_w
 from kvferry.protocol.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
 
 SO_PEERPIDFD = 77  # Linux 6.5; the number is the kernel's
+_KNOCK_AGAIN_S = 0.005
 
 
 def connect(path: str, timeout_s: float) -> socket.socket:
     """A connected, non-blocking socket. Raises ServerGoneError where no server answers."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(timeout_s)
+    sock.setblocking(False)
+    deadline = time.monotonic() + timeout_s
     try:
-        sock.connect(path)
+        while True:
+            try:
+                sock.connect(path)
+                break
+            except BlockingIOError:  # more clients wait to be accepted than the system lets wait
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_KNOCK_AGAIN_S)
     except OSError as error:
         sock.close()
         raise ServerGoneError(
             f"no server answers at {path}: {error}; start one with `kvferry serve`, or check the path"
         ) from error
-    sock.setblocking(False)
     return sock
 
 

@@ -144,7 +144,7 @@ def start_job(
     job.bind(lambda: link.send(Cancel(seq), timeout_s))
     try:
         link.send(make(seq, ticket), timeout_s)
-    except KVFerryError:
+    except (KVFerryError, ValueError):
         link.forget(seq)
         ring.release(ticket)
         raise

@@ -17,7 +17,7 @@ from typing import TypeVar
 from kvferry.client.handshake import connect, greet, server_pidfd
 from kvferry.client.waiting import Answer, OnAnswer, Waiting
 from kvferry.errors import DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
-from kvferry.protocol.framing import encode_frame, receive, reply_reader, send_within
+from kvferry.protocol.framing import encode_request, receive, reply_reader, send_within
 from kvferry.protocol.messages import Closed, Error, Message
 
 _IDLE_MS = 1000
@@ -128,9 +128,12 @@ class Link:
         self._waiting.drop(seq)
 
     def send(self, message: Message, timeout_s: float, fds: Sequence[int] = ()) -> None:
-        """Send one frame; the descriptors stay the caller's. Raises DeadlineError, ServerGoneError."""
+        """Send one frame; the descriptors stay the caller's.
+
+        Raises DeadlineError, ServerGoneError, and ValueError for what no server takes; nothing was sent then.
+        """
         self._check()
-        data = encode_frame(message)
+        data = encode_request(message)
         deadline = time.monotonic() + timeout_s
         if not self._send_lock.acquire(timeout=timeout_s):
             raise DeadlineError(f"other calls kept the connection busy for {timeout_s:g} s")

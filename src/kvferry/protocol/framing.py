@@ -28,6 +28,7 @@ _LENGTH = struct.Struct("<I")
 
 _M = TypeVar("_M")
 _ENCODER = msgspec.msgpack.Encoder()
+_REQUEST_DECODER = msgspec.msgpack.Decoder(Request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,16 @@ class Frame(Generic[_M]):
 
     message: _M
     fds: tuple[int, ...]
+
+
+def encode_request(message: Message) -> bytes:
+    """The bytes of a request's frame. Raises ValueError where the server would not take it, and end the session."""
+    frame = encode_frame(message)
+    try:
+        _REQUEST_DECODER.decode(memoryview(frame)[_LENGTH.size :])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{type(message).__name__}: {error}") from None
+    return frame
 
 
 def encode_frame(message: Message) -> bytes:
@@ -93,6 +104,11 @@ class FrameReader(Generic[_M]):
             self._buffer = bytearray()
             self._start = 0
         return Frame(message, self._take_fds(message))
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a frame has begun to come."""
+        return len(self._buffer) > self._start or bool(self._fds)
 
     def close(self) -> None:
         """Close the descriptors that no frame has taken. Idempotent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from kvferry.protocol.messages import Message, Request
 from kvferry.server.loop import READ, WRITE, Loop
 
 MAX_QUEUED_BYTES = 8 << 20
+FRAME_S = 60.0  # from the first byte of a frame to its last, and from connecting to the first frame
 
 OnFrame = Callable[[Frame[Request]], None]
 OnEnd = Callable[[str, bool], None]
@@ -41,6 +43,7 @@ class Connection:
         self._muted = False  # nothing more can be said
         self._close_when_sent = False
         self._events = READ
+        self._begun_at: float | None = time.monotonic()
         self._loop.watch(sock.fileno(), READ, self._on_ready)
 
     @property
@@ -57,6 +60,10 @@ class Connection:
         self._flush()
         if self._queued_bytes > MAX_QUEUED_BYTES:
             self._end(f"the client left {MAX_QUEUED_BYTES} bytes of replies unread")
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether the first frame, or one that has begun, has been awaited for too long."""
+        return self._reading and self._begun_at is not None and now - self._begun_at > FRAME_S
 
     def stop_reading(self) -> None:
         """Handle no more frames; the peer's hanging up is still noticed."""
@@ -105,7 +112,10 @@ class Connection:
             return
         self._reader.feed(data, fds)
         while self._reading and not self.closed and (frame := self._reader.next_frame()) is not None:
+            self._begun_at = None
             self._on_frame(frame)
+        if self._reader.unfinished:
+            self._begun_at = self._begun_at or time.monotonic()
 
     def _flush(self) -> None:
         if self.closed:
@@ -116,17 +126,14 @@ class Connection:
                     self._send_first()
         except OSError as error:
             self._end(f"the client hung up: {error}")
-        if self.closed:
-            return
         if self._close_when_sent and not self._queue:
             self.close()
-            return
         self._watch()
 
     def _watch(self) -> None:
         """Wait for what can still happen; at the end of the stream that would always be "readable"."""
         events = (0 if self._at_end else READ) | (WRITE if self._queue else 0)
-        if events == self._events:
+        if self.closed or events == self._events:
             return
         self._events = events
         if events:

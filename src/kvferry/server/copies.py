@@ -1,4 +1,8 @@
-"""The copies of one device: those whose event is not done yet wait aside, those that are ready take turns."""
+"""The copies of one device: those whose event is not done yet wait aside, those that are ready take turns.
+
+A turn is that of a cache and a direction, however many jobs it has, so that an engine with many stores holds up neither
+its own retrieves nor other engines.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ class CopyQueue:
         self._cancelled: set[int] = set()
         self._ended: set[int] = set()
         self._waiting: list[_Copy] = []
-        self._ready: deque[_Copy] = deque()
+        self._ready: dict[tuple[int, Direction], deque[_Copy]] = {}  # the one whose turn it is comes first
         self._poll_s = _FIRST_POLL_S
 
     def cancel(self, job_id: int) -> None:
@@ -82,11 +86,13 @@ class CopyQueue:
 
     def drop_cache(self, cache_id: int) -> None:
         """End all jobs of a cache, none of which is running."""
-        for copy in (*self._waiting, *self._ready):
+        for copy in self._waiting:
             if copy.task.cache_id == cache_id:
                 self._end(copy, _CANCELLED)
         self._waiting = [copy for copy in self._waiting if copy.task.cache_id != cache_id]
-        self._ready = deque(copy for copy in self._ready if copy.task.cache_id != cache_id)
+        for direction in Direction:
+            for copy in self._ready.pop((cache_id, direction), ()):
+                self._end(copy, _CANCELLED)
         self._ended.discard(cache_id)
 
     def poll(self) -> None:
@@ -100,7 +106,7 @@ class CopyQueue:
             if isinstance(state, Failure):
                 self._end(copy, state)
             elif state:
-                self._ready.append(copy)
+                self._ready.setdefault((copy.task.cache_id, copy.task.direction), deque()).append(copy)
             else:
                 still.append(copy)
         self._waiting = still
@@ -110,23 +116,35 @@ class CopyQueue:
         """Copy the next chunks of the job whose turn it is; raises only where the device has failed for good."""
         if not self._ready:
             return
-        copy = self._ready.popleft()
+        turn = next(iter(self._ready))
+        copies = self._ready.pop(turn)
+        ended = True
+        try:
+            ended = self._advance(copies[0], device)
+        finally:
+            if ended:
+                copies.popleft()
+            if copies:
+                self._ready[turn] = copies
+
+    def _advance(self, copy: _Copy, device: Device) -> bool:
+        """Copy the job's next chunks; whether it has ended."""
         task = copy.task
         stop = min(copy.next_chunk + self._chunks_a_step(task, device), len(task.offsets))
         try:
             self._copy(copy, stop, device)
         except CopyCancelled:
             self._end(copy, _CANCELLED)
-        except (KVFerryError, MemoryError, ValueError) as error:
+        except Exception as error:
             self._end(copy, failure_of(error))
-            if device.is_fatal(error):
+            if device.is_fatal(error) or not isinstance(error, (KVFerryError, MemoryError, ValueError)):
                 raise
         else:
             copy.next_chunk = stop
-            if stop == len(task.offsets):
-                self._end(copy, None)
-            else:
-                self._ready.append(copy)
+            if stop < len(task.offsets):
+                return False
+            self._end(copy, None)
+        return True
 
     def _copy(self, copy: _Copy, stop: int, device: Device) -> None:
         task = copy.task

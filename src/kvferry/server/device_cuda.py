@@ -10,8 +10,10 @@ from kvferry.cuda.device import ordinal_of
 from kvferry.cuda.memory import register_host, unregister_host
 from kvferry.errors import CudaError
 
-# After these the context is lost: illegal address, launch and hardware faults, assertions, and "unknown".
-_FATAL_CODES = frozenset({700, 702, 710, 713, 714, 715, 716, 717, 718, 719, 721, 999})
+# After these nothing works any more in this process: the driver is shut down (4), a fault of memory or NVLink (214,
+# 220, 226), an illegal address (700), a launch that took too long (702), a destroyed context (709), an assertion (710),
+# faults of a kernel (714 to 719, 721), a client that MPS has ended (810), and "unknown" (999).
+_FATAL_CODES = frozenset({4, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, 810, 999})
 
 
 class CudaDevice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.cuda.device import device_uuid
+from kvferry.cuda.device import visible_uuids
 from kvferry.cuda.driver import driver, load_driver
 from kvferry.server.device import HostDevice
 from kvferry.server.device_cuda import CudaDevice
@@ -13,10 +13,11 @@ from kvferry.server.workers import HOST, MakeDevice
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """How to make devices; `primary` is the one that prepares the server's memory."""
+    """How to make devices, and which GPUs there are; `primary` is the one that prepares the server's memory."""
 
     make_host: MakeDevice
-    make_gpu: MakeDevice | None
+    make_gpu: MakeDevice
+    gpus: tuple[str, ...]
     primary: str
 
 
@@ -25,5 +26,6 @@ def choose_devices(device: str) -> Devices:
     if device == "cuda":
         driver()
     if device == "cpu" or load_driver() is None:
-        return Devices(lambda _: HostDevice(), None, HOST)
-    return Devices(lambda _: HostDevice(), CudaDevice, device_uuid(0))
+        return Devices(lambda _: HostDevice(), CudaDevice, (), HOST)
+    gpus = tuple(visible_uuids())
+    return Devices(lambda _: HostDevice(), CudaDevice, gpus, gpus[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 from kvferry.errors import RequestError
@@ -25,7 +26,9 @@ class Geometry:
         blocks, rest = divmod(chunk, layout.block_size)
         if rest:
             raise RequestError("geometry", f"a chunk of {chunk} tokens is no multiple of blocks of {layout.block_size}")
-        return cls(layout.fingerprint(), chunk, layout.block_size, blocks * layout.block_bytes)
+        # The chunk's size belongs to what its bytes mean: a slot of one size is never read as one of another.
+        fingerprint = hashlib.sha256(layout.fingerprint() + chunk.to_bytes(8, "little")).digest()
+        return cls(fingerprint, chunk, layout.block_size, blocks * layout.block_bytes)
 
     def __str__(self) -> str:
         sizes = f"chunks of {self.chunk_tokens} tokens = {self.chunk_bytes} bytes, blocks of {self.block_size} tokens"

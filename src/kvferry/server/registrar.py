@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
@@ -19,9 +20,12 @@ from kvferry.protocol.messages import (
     Unregister,
     Unregistered,
 )
+from kvferry.server.engines import Engine
 from kvferry.server.session import CacheState, RankCache, Session
 from kvferry.server.state import State
 from kvferry.server.tasks import CacheClosed, CacheOpened, CloseTask, FdsTaken, FdsTask, OpenTask
+
+_LOG = logging.getLogger(__name__)
 
 
 class Registrar:
@@ -48,6 +52,7 @@ class Registrar:
         except RequestError:
             self._state.counters.registrations_refused += 1
             raise
+        self._warn_if_too_large(engine)
         num_fds = message.num_fds + message.num_event_fds
         cache = RankCache(cache_id, session, engine, message.rank, worker, message.seq, num_fds)
         self._caches[cache_id] = cache
@@ -111,6 +116,16 @@ class Registrar:
         cache.state = CacheState.CLOSING
         self._state.engines.drop(cache.engine, cache.rank)
         cache.worker.submit(CloseTask(cache.cache_id))
+
+    def _warn_if_too_large(self, engine: Engine) -> None:
+        need = engine.geometry.chunk_bytes
+        if need > self._state.largest_slot:
+            _LOG.warning(
+                "engine %r: a chunk has %d bytes, the memory holds pieces of %d at most: nothing of it will be kept",
+                engine.key[1],
+                need,
+                self._state.largest_slot,
+            )
 
     def on_fds_taken(self, done: FdsTaken) -> None:
         """The worker has imported a batch: let the next one come."""

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import secrets
 import threading
 import time
@@ -16,6 +17,7 @@ from kvferry.cache import ChunkIndex, LeaseTable, SlabPool
 from kvferry.config import ServerConfig
 from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.server.devices import choose_devices
+from kvferry.server.limits import check_memory
 from kvferry.server.listener import Listener
 from kvferry.server.loop import READ, Loop
 from kvferry.server.memory import Memory
@@ -76,22 +78,30 @@ class CacheServer:
     def start(self) -> None:
         """Listen, and return; memory is made ready meanwhile, and stores are skipped until it is.
 
-        Raises ShareError where the socket or the memory cannot be had, CudaUnavailableError where device is "cuda" and
-        there is none.
+        Raises ShareError where the socket or the memory cannot be had (it names the limit), CudaUnavailableError where
+        device is "cuda" and there is none.
         """
         if self._thread is not None:
             raise ValueError(f"{self!r} was started before; make a new one")
         with contextlib.ExitStack() as undo:
             undo.callback(self._loop.close)
             devices = choose_devices(self.config.device)
+            check_memory(self.config.memory_bytes)
             memory = Memory(self.config.memory_bytes)
             undo.callback(memory.close)
             self._listener = Listener(self.config.socket_path, shared=bool(self.config.allow_uids))
             undo.callback(self._listener.close)
             pool = SlabPool()
             index = ChunkIndex(pool)
-            workers = Workers(devices.make_host, devices.make_gpu, memory_address=memory.address, post=self._loop.post)
-            self._state = State(pool, index, LeaseTable(index, self.config.lease_ttl_s), workers)
+            workers = Workers(
+                devices.make_host,
+                devices.make_gpu,
+                devices.gpus,
+                memory_address=memory.address,
+                post=self._loop.post,
+            )
+            leases = LeaseTable(index, self.config.lease_ttl_s)
+            self._state = State(pool, index, leases, workers, max(nbytes for _, nbytes in memory.pieces))
             admission = Admission(
                 own_uid=os.geteuid(), allow_uids=self.config.allow_uids, max_sessions=self.config.max_sessions
             )
@@ -124,14 +134,17 @@ class CacheServer:
     def serve_forever(self) -> None:
         """Start, and serve until `stop` is called in another thread or a signal handler raises.
 
-        For a process that does nothing else: what is alive by now is taken out of garbage collection.
+        For a process that does nothing else: what is alive by now is taken out of garbage collection, and as many files
+        may be open as the system allows (a session has two, and descriptors come in batches of 128).
 
-        Raises KVFerryError where the server had to end because a device failed for good.
+        Raises KVFerryError where the server had to end because a device, or its own loop, failed for good.
         """
-        self.start()
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         gc.collect()
         gc.freeze()  # what is imported by now stays; without this a collection walks all of it, for 0.1 s and more
         try:
+            self.start()
             while not self._stopped.wait(1.0):
                 pass
         finally:
@@ -151,6 +164,9 @@ class CacheServer:
     def _run(self) -> None:
         try:
             self._loop.run()
+        except Exception as error:  # noqa: BLE001 - a server without its loop has to end, and say why
+            _LOG.exception("the server's loop failed")
+            self._failure = f"{type(error).__name__}: {error}"
         finally:
             self._stopped.set()
 

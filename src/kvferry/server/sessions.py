@@ -35,7 +35,7 @@ from kvferry.protocol.messages import (
     Unregister,
     Welcome,
 )
-from kvferry.server.connection import Connection
+from kvferry.server.connection import FRAME_S, Connection
 from kvferry.server.failures import failure_of
 from kvferry.server.jobs import Jobs
 from kvferry.server.lookups import Lookups
@@ -47,6 +47,7 @@ from kvferry.server.state import State
 
 _LOG = logging.getLogger(__name__)
 
+_LOOK_S = 1.0
 _LINGER_S = 2.0  # how long an ended session may take to read its last frames
 
 Handler = Callable[[Session, Any], None]
@@ -86,6 +87,7 @@ class Sessions:
         self._incarnation = incarnation
         self._sessions: dict[int, Session] = {}
         self._ending: dict[Session, None] = {}
+        self._look_at = 0.0
         self.registrar = Registrar(state, self._on_cache_closed)
         self.jobs = Jobs(state)
         self._lookups = Lookups(state)
@@ -154,7 +156,11 @@ class Sessions:
             self.end(session, text)
 
     def tick(self, now: float) -> None:
-        """Close the sockets of those that do not read their last frames."""
+        """Close the sockets of those that do not read their last frames; end those that leave a frame unfinished."""
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_S
+            for session in [session for session in self._sessions.values() if session.connection.is_overdue(now)]:
+                self._on_connection_end(session, f"no whole frame came within {FRAME_S:g} s", False)
         for session in list(self._ending):
             if session.close_by is not None and session.close_by <= now:
                 session.connection.close()

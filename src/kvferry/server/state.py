@@ -36,6 +36,7 @@ class State:
     index: ChunkIndex
     leases: LeaseTable
     workers: Workers
+    largest_slot: int  # bytes that one chunk may have
     engines: EngineTable = field(default_factory=EngineTable)
     counters: Counters = field(default_factory=Counters)
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.ipc.table import process_table
@@ -35,6 +36,8 @@ from kvferry.server.tasks import (
 
 _LOG = logging.getLogger(__name__)
 
+_T = TypeVar("_T", OpenTask, FdsTask)
+
 _IDLE_S = 1.0
 _DRAIN_S = 10.0
 
@@ -45,7 +48,8 @@ class DeviceWorker:
     Parameters
     ----------
     make_device
-        Called in the worker's thread. Where it raises, the worker refuses all that comes, and `failed` is set.
+        Called in the worker's thread, by the first task that needs it. Where it raises, that task is refused, and the
+        next one tries again.
     memory_address
         Where the server's memory for chunks begins.
     post
@@ -56,7 +60,6 @@ class DeviceWorker:
         self, name: str, make_device: Callable[[], Device], *, memory_address: int, post: Callable[[Completion], None]
     ) -> None:
         self.name = name
-        self.failed = False
         self._make_device = make_device
         self._memory_address = memory_address
         self._post = post
@@ -95,34 +98,47 @@ class DeviceWorker:
             raise DeadlineError(f"the worker of {self.name} did not end within {timeout_s} s")
 
     def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            if not isinstance(task, (OpenTask, PrepareTask)):
+                self._without_cache(task)
+                continue
+            try:
+                device = self._make_device()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the engine is told, and others are served
+                _LOG.exception("the device %s cannot be used", self.name)
+                self._refuse_task(task, failure_of(error))
+            else:
+                self._use(device, task)
+                return
+
+    def _use(self, device: Device, first: Task) -> None:
+        failure: Failure | None = None
         try:
-            device = self._make_device()
-        except KVFerryError as error:
-            self.failed = True
-            self._refuse_all(failure_of(error))
-            return
-        try:
+            self._handle(first, device)
             while self._take_tasks(device):
                 self._prepare_some(device)
                 self._copies.poll()
                 self._copies.step(device)
-        except Exception as error:  # noqa: BLE001 - the thread's last act is to say why the server has to end
+        except Exception as error:  # noqa: BLE001 - the worker's last act is to say why the server has to end
             _LOG.exception("the worker of %s failed", self.name)
-            self._post(WorkerFailed(self.name, f"{type(error).__name__}: {error}"))
+            failure = Failure("device", f"{type(error).__name__}: {error}")
+            self._post(WorkerFailed(self.name, failure.text))
         finally:
             for cache_id in list(self._caches):
+                self._copies.drop_cache(cache_id)
                 self._close(cache_id)
-            device.close()
+            self._close_device(device)
+        while failure is not None and (task := self._tasks.get()) is not None:
+            self._refuse_task(task, failure)
 
-    def _refuse_all(self, failure: Failure) -> None:
-        """The device cannot be used: answer all that comes until the worker is stopped."""
-        while (task := self._tasks.get()) is not None:
-            if isinstance(task, OpenTask):
-                self._post(CacheOpened(task.cache_id, failure=failure))
-            elif isinstance(task, PrepareTask):
-                self._post(WorkerFailed(self.name, failure.text))
-            else:
-                self._without_cache(task)
+    def _refuse_task(self, task: Task, failure: Failure) -> None:
+        """The device cannot be used."""
+        if isinstance(task, OpenTask):
+            self._post(CacheOpened(task.cache_id, failure=failure))
+        elif isinstance(task, PrepareTask):
+            self._post(WorkerFailed(self.name, failure.text))
+        else:
+            self._without_cache(task)
 
     def _take_tasks(self, device: Device) -> bool:
         """Do all small tasks that have come; waits for one where there is nothing else to do. False to end."""
@@ -130,62 +146,56 @@ class DeviceWorker:
         try:
             task = self._tasks.get(timeout=_IDLE_S if wait_s is None else wait_s)
             while task is not None:
-                self._handle(task)
+                self._handle(task, device)
                 task = self._tasks.get_nowait()
         except queue.Empty:
             return True
         return False
 
-    def _handle(self, task: Task) -> None:
+    def _handle(self, task: Task, device: Device) -> None:
         if isinstance(task, CopyTask):
             self._copies.add(task)
         elif isinstance(task, PrepareTask):
             self._preparing.append(task)
         elif isinstance(task, OpenTask):
-            self._open(task)
+            self._try_to_open(task, device, self._open)
         elif task.cache_id not in self._caches:
             self._without_cache(task)
         elif isinstance(task, FdsTask):
-            self._take_fds(task)
+            self._try_to_open(task, device, self._take_fds)
         else:
             self._copies.drop_cache(task.cache_id)
             self._close(task.cache_id)
             self._post(CacheClosed(task.cache_id))
 
-    def _open(self, task: OpenTask) -> None:
+    def _try_to_open(self, task: _T, device: Device, step: Callable[[_T], None]) -> None:
+        """Take one step towards an open cache. What goes wrong is that cache's own, unless the device is lost by it."""
         try:
-            self._caches[task.cache_id] = OpenedCache(task)
-        except KVFerryError as error:
+            step(task)
+        except Exception as error:
+            if not isinstance(error, KVFerryError):
+                _LOG.exception("cache %d of %s cannot be opened", task.cache_id, self.name)
+            if task.cache_id in self._caches:
+                self._close(task.cache_id)
             self._post(CacheOpened(task.cache_id, failure=failure_of(error)))
-            return
+            if device.is_fatal(error):
+                raise
+
+    def _open(self, task: OpenTask) -> None:
+        self._caches[task.cache_id] = OpenedCache(task)
         self._post(FdsTaken(task.cache_id, 0))
         self._finish_if_complete(task.cache_id)
 
     def _take_fds(self, task: FdsTask) -> None:
         cache = self._caches[task.cache_id]
-        try:
-            cache.take_fds(task.fds)
-        except (KVFerryError, OSError) as error:
-            self._refuse(task.cache_id, error)
-            return
+        cache.take_fds(task.fds)
         self._post(FdsTaken(task.cache_id, cache.received))
         self._finish_if_complete(task.cache_id)
 
     def _finish_if_complete(self, cache_id: int) -> None:
         cache = self._caches[cache_id]
-        if not cache.complete:
-            return
-        try:
-            nonces = cache.finish()
-        except (KVFerryError, RuntimeError) as error:  # torch reports its own as RuntimeError
-            self._refuse(cache_id, error)
-            return
-        self._post(CacheOpened(cache_id, nonces))
-
-    def _refuse(self, cache_id: int, error: Exception) -> None:
-        failure = failure_of(error)
-        self._close(cache_id)
-        self._post(CacheOpened(cache_id, failure=failure))
+        if cache.complete:
+            self._post(CacheOpened(cache_id, cache.finish()))
 
     def _without_cache(self, task: Task) -> None:
         """What is left to do for a cache that is not open here (any more)."""
@@ -206,6 +216,12 @@ class DeviceWorker:
             process_table().mappings.drain(_DRAIN_S)
         except DeadlineError as error:
             _LOG.error("closing cache %d of %s: %s", cache_id, self.name, error)
+
+    def _close_device(self, device: Device) -> None:
+        try:
+            device.close()
+        except KVFerryError as error:
+            _LOG.error("closing the device %s: %s", self.name, error)
 
     def _prepare_some(self, device: Device) -> None:
         """Prepare one piece of memory, of a size that holds up nobody."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvferry.errors import DeadlineError, RequestError
 from kvferry.server.device import Device
@@ -10,7 +10,6 @@ from kvferry.server.tasks import Completion
 from kvferry.server.worker import DeviceWorker
 
 HOST = ""  # the host's "UUID"
-MAX_WORKERS = 32
 
 MakeDevice = Callable[[str], Device]
 
@@ -21,7 +20,9 @@ class Workers:
     Parameters
     ----------
     make_host, make_gpu
-        Make the device for a UUID, in the worker's thread; without `make_gpu` no GPU is served.
+        Make the device for a UUID, in the worker's thread.
+    gpus
+        The UUIDs of the GPUs that are served.
     memory_address
         Where the server's memory for chunks begins.
     post
@@ -31,13 +32,15 @@ class Workers:
     def __init__(
         self,
         make_host: MakeDevice,
-        make_gpu: MakeDevice | None,
+        make_gpu: MakeDevice,
+        gpus: Collection[str],
         *,
         memory_address: int,
         post: Callable[[Completion], None],
     ) -> None:
         self._make_host = make_host
         self._make_gpu = make_gpu
+        self._gpus = gpus
         self._memory_address = memory_address
         self._post = post
         self._workers: dict[str, DeviceWorker] = {}
@@ -45,9 +48,6 @@ class Workers:
     def get(self, device_uuid: str) -> DeviceWorker:
         """The device's worker, started now where there is none. Raises RequestError where the device is not served."""
         worker = self._workers.get(device_uuid)
-        if worker is not None and worker.failed:
-            worker.stop()
-            worker = None
         if worker is None:
             worker = self._start(device_uuid)
         return worker
@@ -70,10 +70,9 @@ class Workers:
 
     def _start(self, device_uuid: str) -> DeviceWorker:
         make = self._make_host if device_uuid == HOST else self._make_gpu
-        if make is None:
-            raise RequestError("device", f"this server serves host memory only, not {device_uuid}; start it with a GPU")
-        if len(self._workers) >= MAX_WORKERS:
-            raise RequestError("device", f"{MAX_WORKERS} devices are in use; {device_uuid} would be one more")
+        if device_uuid != HOST and device_uuid not in self._gpus:
+            served = f"the GPUs {', '.join(self._gpus)}" if self._gpus else "host memory only"
+            raise RequestError("device", f"this server serves {served}, not {device_uuid}; start it where that is seen")
         worker = DeviceWorker(
             device_uuid or "cpu", lambda: make(device_uuid), memory_address=self._memory_address, post=self._post
         )
