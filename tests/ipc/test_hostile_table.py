@@ -14,7 +14,8 @@ import pytest
 
 from doubles.host_files import count_fds, foreign_file, import_file
 from kvferry.errors import ShareError, StaleHandleError
-from kvferry.ipc.mappings import MappingKey, MappingTable, Opened
+from kvferry.ipc.mapping_records import MappingKey, Opened
+from kvferry.ipc.mappings import MappingTable
 from kvferry.ipc.table import process_table
 
 KEY = MappingKey(b"e" * 16, 7, b"h" * 64)

@@ -3,14 +3,18 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from kvferry.errors import DeadlineError, ShareError, StaleHandleError
-from kvferry.ipc.mappings import MappingKey, MappingTable, Opened
+from kvferry.ipc.mapping_records import MappingKey, Opened
+from kvferry.ipc.mappings import MappingTable
 from kvferry.ipc.table import LocalExport, ProcessTable, process_table
 
 KEY = MappingKey(b"e" * 16, 7, b"h" * 64)
@@ -311,3 +315,18 @@ def test_a_segment_is_found_by_any_range_inside_it_while_it_lives() -> None:
     del segment
     gc.collect()
     assert table.segments.find(1050) is None
+
+
+def test_the_process_ends_after_its_unmapping(tmp_path: Path) -> None:
+    """A thread in a driver call while the interpreter goes away ends the process with SIGABRT or SIGSEGV."""
+    code = (
+        "import pathlib, time\n"
+        "from kvferry.ipc.table import MappingKey, Opened, process_table\n"
+        "def close():\n"
+        "    time.sleep(0.5)\n"
+        f"    pathlib.Path({str(tmp_path / 'closed')!r}).touch()\n"
+        "key = MappingKey(bytes(16), 1, b'handle')\n"
+        "process_table().mappings.acquire(key, lambda: Opened(4096, 1, close)).release()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    assert (tmp_path / "closed").exists()

@@ -14,7 +14,8 @@ from kvferry.cuda.driver import driver
 from kvferry.cuda.memory import MemoryKind, PointerInfo, pointer_info
 from kvferry.errors import MappingBoundsError, StaleHandleError, UnsupportedMemoryError
 from kvferry.ipc.descriptor import WrapperDescriptor
-from kvferry.ipc.mappings import MappingKey, MappingRef, Opened
+from kvferry.ipc.mapping_records import MappingKey, Opened
+from kvferry.ipc.mappings import MappingRef
 from kvferry.ipc.permute import assert_contiguous, attempt_permute_to_contiguous_view
 from kvferry.ipc.table import LocalExport, process_table
 from kvferry.ipc.wrapper import DeviceIPCWrapper

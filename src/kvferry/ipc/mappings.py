@@ -12,9 +12,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from kvferry.errors import DeadlineError, ShareError, StaleHandleError
+from kvferry.ipc.mapping_records import MappingKey, MappingStats, Opened
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,33 +23,6 @@ _LINGER_S = 1.0
 
 # How often who waits for an entry looks at it anew: a released one may be taken into use again instead of going.
 _LOOK_AGAIN_S = 0.02
-
-
-class MappingKey(NamedTuple):
-    """Which allocation of which process: the exporter's token, the driver's id of the allocation, the handle."""
-
-    exporter: bytes
-    buffer_id: int
-    handle: bytes
-
-
-class Opened(NamedTuple):
-    """What an opener made: where the memory is mapped, how much of it, and how to undo that (called once)."""
-
-    address: int
-    nbytes: int
-    close: Callable[[], None]
-
-
-class MappingStats(NamedTuple):
-    """A snapshot of the table; `opens`, `closes` and `close_failures` count since the process began."""
-
-    mapped: int
-    references: int
-    mapped_bytes: int
-    opens: int
-    closes: int
-    close_failures: int
 
 
 class _State(enum.Enum):
@@ -123,6 +96,7 @@ class MappingTable:
         self._entries: dict[bytes, _Entry] = {}
         self._released: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._unmapper: threading.Thread | None = None
+        self._ending = False
         self._pid = os.getpid()
         self._opens = 0
         self._closes = 0
@@ -163,6 +137,18 @@ class MappingTable:
             self._released.put(None)
             if not idle[0].gone.wait(min(_LOOK_AGAIN_S, timeout_s)) and time.monotonic() >= deadline:
                 raise DeadlineError(f"{len(idle)} released mappings were not unmapped within {timeout_s} s")
+
+    def end(self, timeout_s: float = 2.0) -> None:
+        """Unmap what has been released and end the thread, as the process ends; what is in use stays mapped.
+
+        A thread that is still in a driver call when the interpreter goes away takes the process down with it.
+        """
+        unmapper = self._unmapper
+        if unmapper is None or os.getpid() != self._pid:
+            return
+        self._ending = True
+        self._released.put(None)
+        unmapper.join(timeout_s)
 
     def stats(self) -> MappingStats:
         with self._lock:
@@ -270,9 +256,11 @@ class MappingTable:
                 idle = [e for e in self._entries.values() if e.state is _State.OPEN and e.count == 0]
                 for entry in idle:
                     entry.state = _State.CLOSING
-                if not self._entries and waited_in_vain:
+                if (not self._entries and waited_in_vain) or (self._ending and not idle):
                     self._unmapper = None
                     return
+            if self._ending:
+                self._released.put(None)  # looked at once more, then the end
             for entry in idle:
                 self._unmap(entry)
 

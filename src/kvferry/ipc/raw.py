@@ -12,7 +12,7 @@ from kvferry.cuda.memory import MemoryKind, PointerInfo
 from kvferry.errors import CudaError, ShareError, StaleHandleError, UnsupportedMemoryError
 from kvferry.ipc.descriptor import MAX_BYTES, common_fields
 from kvferry.ipc.mapped import DenseDescriptor, MappedIPCWrapper, dense_view, inspect
-from kvferry.ipc.mappings import Opened
+from kvferry.ipc.mapping_records import Opened
 from kvferry.ipc.table import LocalExport, process_table
 
 

@@ -5,17 +5,18 @@ The CUDA driver keeps one mapping of an allocation per process, so the table tha
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import threading
 import weakref
 from typing import NamedTuple
 
-from kvferry.ipc.mappings import MappingKey as MappingKey
+from kvferry.ipc.mapping_records import MappingKey as MappingKey
+from kvferry.ipc.mapping_records import MappingStats as MappingStats
+from kvferry.ipc.mapping_records import Opened as Opened
 from kvferry.ipc.mappings import MappingRef as MappingRef
-from kvferry.ipc.mappings import MappingStats as MappingStats
 from kvferry.ipc.mappings import MappingTable as MappingTable
-from kvferry.ipc.mappings import Opened as Opened
 
 TOKEN_BYTES = 16
 _MAX_EXPORTS = 65_536
@@ -74,6 +75,7 @@ class ProcessTable:
         self.exports: dict[bytes, LocalExport] = {}
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._after_fork_in_child)
+        atexit.register(self._at_exit)
 
     def add_export(self, handle: bytes, export: LocalExport) -> None:
         """Remember what `handle` stands for here; of very many the oldest are forgotten."""
@@ -82,6 +84,9 @@ class ProcessTable:
             self.exports[handle] = export
             if len(self.exports) > _MAX_EXPORTS:
                 del self.exports[next(iter(self.exports))]
+
+    def _at_exit(self) -> None:
+        self.mappings.end()
 
     def _after_fork_in_child(self) -> None:
         self.token = new_token()

@@ -16,7 +16,7 @@ from kvferry.cuda.stream import Event
 from kvferry.errors import DeadlineError, MappingBoundsError, ShareError, UnsupportedMemoryError
 from kvferry.ipc.descriptor import MAX_BYTES, common_fields
 from kvferry.ipc.mapped import MappedDescriptor, MappedIPCWrapper, inspect
-from kvferry.ipc.mappings import Opened
+from kvferry.ipc.mapping_records import Opened
 from kvferry.ipc.table import LocalExport, process_table
 
 # torch puts a version byte and a kind byte before the driver's handle; "c" is cudaMalloc memory. The other kind makes

@@ -18,7 +18,7 @@ from kvferry.cuda.memory import HandleType, MemoryKind
 from kvferry.errors import CudaError, MappingBoundsError, ShareError, UnsupportedMemoryError
 from kvferry.ipc.descriptor import MAX_BYTES, common_fields
 from kvferry.ipc.mapped import DenseDescriptor, MappedIPCWrapper, dense_view, inspect
-from kvferry.ipc.mappings import Opened
+from kvferry.ipc.mapping_records import Opened
 from kvferry.ipc.table import TOKEN_BYTES, LocalExport, new_token, process_table
 
 _LOG = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from kvferry.cuda.memory import host_device_pointer, register_host, unregister_h
 from kvferry.cuda.stream import Stream, synchronize_device, write_value64
 from kvferry.errors import DeadlineError
 from kvferry.ipc.host import HostIPCWrapper
-from kvferry.ipc.mappings import MappingKey, MappingRef, Opened
+from kvferry.ipc.mapping_records import MappingKey, Opened
+from kvferry.ipc.mappings import MappingRef
 from kvferry.ipc.shared_memory import Segment
 from kvferry.ipc.table import process_table
 
