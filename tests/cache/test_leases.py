@@ -74,6 +74,21 @@ def test_a_share_is_taken_once_and_the_last_ends_the_lease() -> None:
     assert grant(index, table, "r1") != lease
 
 
+def test_a_request_that_asks_again_gets_whole_promises_and_spoils_none() -> None:
+    index, table = make_table()
+    first = grant(index, table, "r1")
+    table.take(first, 0)
+    second = grant(index, table, "r1")
+    assert second != first
+    table.take(first, 1)  # the rank that was slower
+    again = table.get(second)
+    assert again is not None
+    assert set(again.shares) == {0, 1}
+    assert table.get(first) is None
+    table.release(second)
+    assert pins(index) == [0, 0]
+
+
 def test_leases_expire_in_order_and_a_repeated_lookup_renews() -> None:
     index, table = make_table()
     grant(index, table, "old", now=0)
