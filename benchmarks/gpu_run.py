@@ -38,6 +38,7 @@ PHASES = (
     Phase("demo", (PYTHON, "-m", "kvferry", "demo", "--device", "cuda", "--json"), 90),
     Phase("bench-ipc", (PYTHON, "-m", "kvferry", "bench", "ipc", "--device", "cuda", "--json"), 120),
     Phase("bench-store", (PYTHON, "-m", "kvferry", "bench", "store", "--device", "cuda", "--json"), 150),
+    Phase("bench-copy", (PYTHON, "benchmarks/copy_cuda.py", "--rounds", "5"), 60),
     Phase("matrix", (PYTHON, "benchmarks/namespaces.py", "--json"), 150),
 )
 
