@@ -132,7 +132,12 @@ class PagedKV:
         return time.perf_counter() - started
 
     def check(self, num_bytes: int) -> None:
-        """Store some blocks and retrieve them elsewhere; raises unless both then hold the same."""
+        """Store some blocks and retrieve them elsewhere; raises unless both then hold the same.
+
+        At most half of the cache's blocks, so that there is an elsewhere.
+        """
+        half = self.num_blocks // 2 * BLOCK_SIZE * TOKEN_BYTES
+        num_bytes = min(num_bytes, half // CHUNK_BYTES * CHUNK_BYTES)
         tokens = self.new_tokens(num_bytes)
         blocks = self.shuffled_blocks(2 * len(tokens))
         stored, retrieved = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
