@@ -109,9 +109,6 @@ class FakeBase:
     def do_cuGetErrorString(self, code: int, text: Any) -> None:
         text._obj.value = b"the double says so (%d)" % code
 
-    def do_cuDriverGetVersion(self, version: Any) -> None:
-        put(version, 13000)
-
     def do_cuDeviceGetCount(self, count: Any) -> None:
         put(count, len(self.visible))
 
@@ -127,10 +124,7 @@ class FakeBase:
 
     def do_cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> None:
         self._known(device)
-        put(value, {75: 9, 76: 0, 16: 4}.get(attribute, 1))
-
-    def do_cuDeviceCanAccessPeer(self, value: Any, device: int, peer: int) -> None:
-        put(value, int(self._known(device) != self._known(peer)))
+        put(value, {75: 9, 76: 0}[attribute])
 
     def do_cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> None:
         self.active.add(self._known(device))

@@ -191,7 +191,6 @@ class FakeWork(FakeVmm):
     def do_cuMemcpyAsync(self, dst: int, src: int, nbytes: int, handle: int) -> None:
         self.stream(handle).push(functools.partial(_discard, ctypes.memmove, dst, src, nbytes))
 
-    do_cuMemcpyDtoHAsync_v2 = do_cuMemcpyAsync
     do_cuMemcpyHtoDAsync_v2 = do_cuMemcpyAsync
 
     def do_cuMemsetD8Async(self, dst: int, value: int, nbytes: int, handle: int) -> None:

@@ -13,21 +13,9 @@ HANDLE_BYTES = 64
 
 # Return codes that mean something here; every other one is an error and nothing more.
 SUCCESS = 0
-INVALID_VALUE = 1
-OUT_OF_MEMORY = 2
-NOT_INITIALIZED = 3
-NO_DEVICE = 100
-INVALID_DEVICE = 101
-INVALID_CONTEXT = 201
 ALREADY_MAPPED = 208
-OPERATING_SYSTEM = 304
-INVALID_HANDLE = 400
 NOT_FOUND = 500
 NOT_READY = 600
-HOST_MEMORY_ALREADY_REGISTERED = 712
-HOST_MEMORY_NOT_REGISTERED = 713
-NOT_PERMITTED = 800
-NOT_SUPPORTED = 801
 
 IPC_LAZY_PEER_ACCESS = 1
 HOST_REGISTER_PORTABLE = 1
@@ -44,7 +32,6 @@ ACCESS_READ_WRITE = 3
 GRANULARITY_MINIMUM = 0
 
 MEMORY_TYPE_HOST = 1
-MEMORY_TYPE_DEVICE = 2
 
 
 class HandleType(enum.IntFlag):
@@ -72,13 +59,8 @@ class PointerAttribute(enum.IntEnum):
 class DeviceAttribute(enum.IntEnum):
     """CUdevice_attribute, those that are asked for."""
 
-    MULTIPROCESSOR_COUNT = 16
     COMPUTE_CAPABILITY_MAJOR = 75
     COMPUTE_CAPABILITY_MINOR = 76
-    VMM_SUPPORTED = 102
-    POSIX_FD_SUPPORTED = 103
-    STREAM_MEM_OPS_64_BIT = 122
-    FABRIC_SUPPORTED = 128
 
 
 class Uuid(ctypes.Structure):
@@ -138,13 +120,11 @@ FUNCTIONS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuInit": (c_uint,),
         "cuGetErrorName": (c_int, POINTER(c_char_p)),
         "cuGetErrorString": (c_int, POINTER(c_char_p)),
-        "cuDriverGetVersion": (POINTER(c_int),),
         "cuDeviceGetCount": (POINTER(c_int),),
         "cuDeviceGet": (POINTER(c_int), c_int),
         "cuDeviceGetUuid": (POINTER(Uuid), c_int),
         "cuDeviceGetUuid_v2": (POINTER(Uuid), c_int),
         "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-        "cuDeviceCanAccessPeer": (POINTER(c_int), c_int, c_int),
         "cuDevicePrimaryCtxRetain": (POINTER(_HANDLE), c_int),
         "cuDevicePrimaryCtxGetState": (c_int, POINTER(c_uint), POINTER(c_int)),
         "cuCtxPushCurrent_v2": (_HANDLE,),
@@ -161,7 +141,6 @@ FUNCTIONS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuMemHostUnregister": (c_void_p,),
         "cuMemHostGetDevicePointer_v2": (POINTER(_DEVICEPTR), c_void_p, c_uint),
         "cuMemcpyAsync": (_DEVICEPTR, _DEVICEPTR, c_size_t, _HANDLE),
-        "cuMemcpyDtoHAsync_v2": (c_void_p, _DEVICEPTR, c_size_t, _HANDLE),
         "cuMemcpyHtoDAsync_v2": (_DEVICEPTR, c_void_p, c_size_t, _HANDLE),
         "cuMemsetD8Async": (_DEVICEPTR, ctypes.c_ubyte, c_size_t, _HANDLE),
         "cuIpcGetMemHandle": (POINTER(IpcHandle), _DEVICEPTR),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kvferry.cuda.device import bound, bound_if_any
-from kvferry.cuda.driver import Driver, driver, initialised_driver
+from kvferry.cuda.driver import Driver, initialised_driver
 from kvferry.cuda.functions import MEMORY_TYPE_HOST, HandleType, PointerAttribute
 
 __all__ = [
@@ -157,6 +157,5 @@ def host_device_pointer(address: int, *, device: int = 0) -> int:
 
 def memory_info(device: int) -> tuple[int, int]:
     """Free and total bytes of the device."""
-    driver()
     with bound(device) as drv:
         return drv.mem_get_info()

@@ -80,11 +80,6 @@ class Stream(_Owned):
         with bound(self.device) as drv:
             drv.memset_async(dst, value, nbytes, self.handle)
 
-    def wait_event(self, event: Event) -> None:
-        """Hold the stream until the event's last record is reached."""
-        with bound(self.device) as drv:
-            drv.stream_wait_event(self.handle, event.handle)
-
 
 class Event(_Owned):
     """A point in a stream, without timing. An interprocess one can be opened in another process."""

@@ -45,11 +45,6 @@ class DeviceCalls(Library):
         self.call("cuDeviceGetAttribute", byref(value), int(attribute), self._device(ordinal), device=ordinal)
         return value.value
 
-    def can_access_peer(self, ordinal: int, peer: int) -> bool:
-        value = c_int()
-        self.call("cuDeviceCanAccessPeer", byref(value), self._device(ordinal), self._device(peer), device=ordinal)
-        return value.value != 0
-
     def retain_primary_context(self, ordinal: int) -> int:
         context = c_void_p()
         self.call("cuDevicePrimaryCtxRetain", byref(context), self._device(ordinal), device=ordinal)
@@ -112,9 +107,6 @@ class StreamCalls(Library):
 
     def memcpy_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self.call("cuMemcpyAsync", dst, src, nbytes, stream)
-
-    def memcpy_d2h_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        self.call("cuMemcpyDtoHAsync_v2", dst, src, nbytes, stream)
 
     def memcpy_h2d_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self.call("cuMemcpyHtoDAsync_v2", dst, src, nbytes, stream)
