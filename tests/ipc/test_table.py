@@ -321,7 +321,8 @@ def test_the_process_ends_after_its_unmapping(tmp_path: Path) -> None:
     """A thread in a driver call while the interpreter goes away ends the process with SIGABRT or SIGSEGV."""
     code = (
         "import pathlib, time\n"
-        "from kvferry.ipc.table import MappingKey, Opened, process_table\n"
+        "from kvferry.ipc.mapping_records import MappingKey, Opened\n"
+        "from kvferry.ipc.table import process_table\n"
         "def close():\n"
         "    time.sleep(0.5)\n"
         f"    pathlib.Path({str(tmp_path / 'closed')!r}).touch()\n"

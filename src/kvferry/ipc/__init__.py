@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvferry.ipc.descriptor import WrapperDescriptor
 from kvferry.ipc.events import (
     EventRing,
     PeerEvents,
@@ -22,7 +23,7 @@ from kvferry.ipc.table import process_table
 from kvferry.ipc.torch_storage import CudaIPCWrapper
 from kvferry.ipc.vmm import VmmCudaIPCWrapper
 from kvferry.ipc.wire import decode, decode_descriptors, encode, encode_descriptors, fd_slots
-from kvferry.ipc.wrapper import DeviceIPCWrapper, WrapperDescriptor
+from kvferry.ipc.wrapper import DeviceIPCWrapper
 
 __all__ = [
     "CudaIPCWrapper",

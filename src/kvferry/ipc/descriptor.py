@@ -113,3 +113,16 @@ def common_fields(tensor: torch.Tensor, *, device_uuid: str, exporter: bytes) ->
         device_uuid=device_uuid,
         exporter=exporter,
     )
+
+
+def check_dense_run(descriptor: WrapperDescriptor, offset: int, nbytes: int, *, total_bytes: int) -> None:
+    """Refuse what is not a dense, aligned run of `nbytes` bytes at byte `offset` of `total_bytes`.
+
+    Raises ValueError.
+    """
+    if not descriptor.is_contiguous or nbytes != descriptor.num_bytes or nbytes == 0:
+        raise ValueError(f"shape {descriptor.shape}, stride {descriptor.stride} is not a dense run of {nbytes} bytes")
+    if offset % descriptor.itemsize:
+        raise ValueError(f"offset {offset} is not aligned to {descriptor.dtype}")
+    if not 0 <= offset <= offset + nbytes <= total_bytes:
+        raise ValueError(f"bytes {offset} to {offset + nbytes} of {total_bytes}")

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvferry.errors import MappingBoundsError, ShareError, UnsupportedMemoryError
-from kvferry.ipc.descriptor import MAX_BYTES, WrapperDescriptor, common_fields
-from kvferry.ipc.permute import assert_contiguous, attempt_permute_to_contiguous_view
+from kvferry.ipc.descriptor import MAX_BYTES, WrapperDescriptor, check_dense_run, common_fields
+from kvferry.ipc.mapping_records import MappingKey, Opened
+from kvferry.ipc.mappings import MappingRef
+from kvferry.ipc.permute import dense_view
 from kvferry.ipc.shared_memory import (
     F_GET_SEALS,
     F_SEAL_SHRINK,
@@ -25,7 +27,7 @@ from kvferry.ipc.shared_memory import (
     tensor_at,
     unmap_shared,
 )
-from kvferry.ipc.table import MappingKey, MappingRef, Opened, process_table
+from kvferry.ipc.table import process_table
 from kvferry.ipc.wrapper import DeviceIPCWrapper
 
 if TYPE_CHECKING:
@@ -51,12 +53,9 @@ class HostDescriptor(WrapperDescriptor, frozen=True, kw_only=True, tag="host"):
         super().__post_init__()
         if self.device_uuid:
             raise ValueError(f"host memory has no device UUID, got {self.device_uuid!r}")
-        if not self.is_contiguous or self.nbytes != self.num_bytes or self.nbytes == 0:
-            raise ValueError(f"shape {self.shape}, stride {self.stride} is not a dense run of {self.nbytes} bytes")
-        if not 0 <= self.offset <= self.offset + self.nbytes <= self.file_size < MAX_BYTES:
-            raise ValueError(f"bytes {self.offset} to {self.offset + self.nbytes} of a file of {self.file_size}")
-        if self.offset % self.itemsize or min(self.file_device, self.inode) < 0:
-            raise ValueError(f"offset {self.offset} is not aligned to {self.dtype}, or the file's identity is negative")
+        check_dense_run(self, self.offset, self.nbytes, total_bytes=self.file_size)
+        if self.file_size >= MAX_BYTES or min(self.file_device, self.inode) < 0:
+            raise ValueError(f"a file of {self.file_size} bytes, device {self.file_device}, inode {self.inode}")
 
 
 class HostIPCWrapper(DeviceIPCWrapper):
@@ -78,8 +77,7 @@ class HostIPCWrapper(DeviceIPCWrapper):
     def _export(self, tensor: torch.Tensor) -> tuple[HostDescriptor, torch.Tensor]:
         if tensor.device.type != "cpu":
             raise UnsupportedMemoryError(f"{type(self).__name__} shares CPU tensors, got one on {tensor.device}")
-        view = attempt_permute_to_contiguous_view(tensor)
-        assert_contiguous(view)
+        view = dense_view(tensor)
         nbytes = view.numel() * view.element_size()
         segment = find_segment(view.data_ptr(), nbytes)
         if segment is None:

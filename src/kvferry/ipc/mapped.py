@@ -13,10 +13,9 @@ from kvferry.cuda.device import bound, ordinal_of
 from kvferry.cuda.driver import driver
 from kvferry.cuda.memory import MemoryKind, PointerInfo, pointer_info
 from kvferry.errors import MappingBoundsError, StaleHandleError, UnsupportedMemoryError
-from kvferry.ipc.descriptor import WrapperDescriptor
+from kvferry.ipc.descriptor import WrapperDescriptor, check_dense_run
 from kvferry.ipc.mapping_records import MappingKey, Opened
 from kvferry.ipc.mappings import MappingRef
-from kvferry.ipc.permute import assert_contiguous, attempt_permute_to_contiguous_view
 from kvferry.ipc.table import LocalExport, process_table
 from kvferry.ipc.wrapper import DeviceIPCWrapper
 
@@ -66,12 +65,7 @@ class DenseDescriptor(MappedDescriptor, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.is_contiguous or self.nbytes != self.num_bytes or self.nbytes == 0:
-            raise ValueError(f"shape {self.shape}, stride {self.stride} is not a dense run of {self.nbytes} bytes")
-        if self.offset % self.itemsize:
-            raise ValueError(f"offset {self.offset} is not aligned to {self.dtype}")
-        if not 0 <= self.offset <= self.offset + self.nbytes <= self.total_bytes():
-            raise ValueError(f"bytes {self.offset} to {self.offset + self.nbytes} of {self.total_bytes()}")
+        check_dense_run(self, self.offset, self.nbytes, total_bytes=self.total_bytes())
 
     def total_bytes(self) -> int:
         """Bytes of all memory that gets mapped."""
@@ -120,13 +114,6 @@ class MappedIPCWrapper(DeviceIPCWrapper):
     def _release(self) -> None:
         if self._mapping is not None:
             self._mapping.release()
-
-
-def dense_view(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` with its axes in memory order; refused when its bytes are not one dense run."""
-    view = attempt_permute_to_contiguous_view(tensor)
-    assert_contiguous(view)
-    return view
 
 
 def inspect(tensor: torch.Tensor, wanted: MemoryKind, wrapper: str) -> PointerInfo:

@@ -33,3 +33,10 @@ def assert_contiguous(tensor: torch.Tensor) -> None:
             "its elements, in any order of its axes: share the tensor that it is a view of, and send this view's "
             "offsets and strides beside it. It is not copied, since writes to a copy would be lost"
         )
+
+
+def dense_view(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` with its axes in memory order; NotContiguousError when its bytes are not one dense run."""
+    view = attempt_permute_to_contiguous_view(tensor)
+    assert_contiguous(view)
+    return view

@@ -11,8 +11,9 @@ from kvferry.cuda.functions import ALREADY_MAPPED, HANDLE_BYTES
 from kvferry.cuda.memory import MemoryKind, PointerInfo
 from kvferry.errors import CudaError, ShareError, StaleHandleError, UnsupportedMemoryError
 from kvferry.ipc.descriptor import MAX_BYTES, common_fields
-from kvferry.ipc.mapped import DenseDescriptor, MappedIPCWrapper, dense_view, inspect
+from kvferry.ipc.mapped import DenseDescriptor, MappedIPCWrapper, inspect
 from kvferry.ipc.mapping_records import Opened
+from kvferry.ipc.permute import dense_view
 from kvferry.ipc.table import LocalExport, process_table
 
 

@@ -12,13 +12,9 @@ import threading
 import weakref
 from typing import NamedTuple
 
-from kvferry.ipc.mapping_records import MappingKey as MappingKey
-from kvferry.ipc.mapping_records import MappingStats as MappingStats
-from kvferry.ipc.mapping_records import Opened as Opened
-from kvferry.ipc.mappings import MappingRef as MappingRef
-from kvferry.ipc.mappings import MappingTable as MappingTable
+from kvferry.ipc.descriptor import TOKEN_BYTES
+from kvferry.ipc.mappings import MappingTable
 
-TOKEN_BYTES = 16
 _MAX_EXPORTS = 65_536
 
 

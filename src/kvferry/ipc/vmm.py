@@ -16,10 +16,11 @@ from kvferry.cuda.driver import Driver
 from kvferry.cuda.functions import HANDLE_BYTES, PointerAttribute
 from kvferry.cuda.memory import HandleType, MemoryKind
 from kvferry.errors import CudaError, MappingBoundsError, ShareError, UnsupportedMemoryError
-from kvferry.ipc.descriptor import MAX_BYTES, common_fields
-from kvferry.ipc.mapped import DenseDescriptor, MappedIPCWrapper, dense_view, inspect
+from kvferry.ipc.descriptor import MAX_BYTES, TOKEN_BYTES, common_fields
+from kvferry.ipc.mapped import DenseDescriptor, MappedIPCWrapper, inspect
 from kvferry.ipc.mapping_records import Opened
-from kvferry.ipc.table import TOKEN_BYTES, LocalExport, new_token, process_table
+from kvferry.ipc.permute import dense_view
+from kvferry.ipc.table import LocalExport, new_token, process_table
 
 _LOG = logging.getLogger(__name__)
 

@@ -17,14 +17,12 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import torch
 
 from kvferry.errors import ShareError, UnsupportedMemoryError
-from kvferry.ipc.descriptor import DTYPES, CommonFields, WrapperDescriptor, common_fields
+from kvferry.ipc.descriptor import DTYPES, WrapperDescriptor
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from typing_extensions import Self
-
-__all__ = ["DTYPES", "CommonFields", "DeviceIPCWrapper", "WrapperDescriptor", "common_fields"]
 
 _D = TypeVar("_D", bound=WrapperDescriptor)
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from kvferry.ipc.events.descriptor import EventsDescriptor
-    from kvferry.ipc.wrapper import DeviceIPCWrapper
 
 _FIRST_POLL_S = 20e-6
 _LONGEST_POLL_S = 1e-3
@@ -44,11 +43,6 @@ class EventRing(ABC):
     @abstractmethod
     def descriptor(self) -> EventsDescriptor:
         """What the peer opens the ring with; see `encode_events`."""
-
-    @property
-    def page(self) -> DeviceIPCWrapper | None:
-        """The memory that travels with the descriptor, if any."""
-        return None
 
     @abstractmethod
     def _signal(self, ticket: Ticket, stream: int) -> None:

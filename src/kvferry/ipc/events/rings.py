@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvferry.ipc.events.tickets import Ticket
-    from kvferry.ipc.wrapper import DeviceIPCWrapper
 
 
 @functools.cache
@@ -46,10 +45,6 @@ class HostEventRing(EventRing):
             slots=self.slots,
             page=[self._page.wrapper],
         )
-
-    @property
-    def page(self) -> DeviceIPCWrapper:
-        return self._page.wrapper
 
     def _signal(self, ticket: Ticket, stream: int) -> None:
         del stream
@@ -133,10 +128,6 @@ class SemaphoreRing(EventRing):
             slots=self.slots,
             page=[self._page.wrapper],
         )
-
-    @property
-    def page(self) -> DeviceIPCWrapper | None:
-        return self._page.wrapper if self._owns_page else None
 
     def _signal(self, ticket: Ticket, stream: int) -> None:
         address = self._page.device_address(ticket.slot, self._device)
