@@ -34,20 +34,21 @@ def run_server(path: pathlib.Path, memory_bytes: int, device: str, *, until_stdi
     One line on stdout says that it is ready: that it answers, and that its memory may be stored to.
     """
     server = CacheServer(ServerConfig(socket_path=str(path), memory_bytes=memory_bytes, device=device))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end)
-    if until_stdin_closes:
-        threading.Thread(target=_end_with_stdin, name="stdin", daemon=True).start()
     stop = threading.Event()
-    announcer = threading.Thread(target=_announce, args=(path, memory_bytes, stop), name="announcer")
-    announcer.start()
+    announcer = threading.Thread(target=_announce, args=(path, memory_bytes, stop), name="announcer", daemon=True)
     try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _end)
+        if until_stdin_closes:
+            threading.Thread(target=_end_with_stdin, name="stdin", daemon=True).start()
+        announcer.start()
         server.serve_forever()
     except _Ended:
         pass
     finally:
         stop.set()
-        announcer.join(15)
+        if announcer.ident is not None:
+            announcer.join(15)
 
 
 def _end(number: int, frame: object) -> NoReturn:

@@ -116,17 +116,12 @@ class CacheClient:
     def unregister(self) -> None:
         """Take the KV cache back: its jobs are cancelled, and the server has unmapped it on return. Idempotent."""
         with self._lock:
-            registration, self._registration = self._registration, None
+            registration = self._registration
         if registration is None:
             return
-        try:
-            unregister(self._link, self._timeout_s)
-        except BaseException:
-            with self._lock:
-                self._registration = registration  # the server may still use the memory
-            raise
+        unregister(self._link, self._timeout_s)
         with self._lock:
-            self._engine_id, self._chunk_tokens = None, 0
+            self._registration, self._engine_id, self._chunk_tokens = None, None, 0
         registration.close()
 
     def attach(self, engine_id: str) -> bool:
@@ -256,11 +251,9 @@ class CacheClient:
         if self._link.usable:
             with contextlib.suppress(KVFerryError):  # a server that is gone, or gone wrong, is told by hanging up
                 self.unregister()
-        if not self._link.close(self._timeout_s):
-            return  # the server does not answer, and may still copy: what is shared stays as it is
-        registration, self._registration = self._registration, None
-        if registration is not None:
-            registration.close()
+        stopped = self._link.close(self._timeout_s)
+        if stopped and self._registration is not None:  # else the server may still copy: what is shared stays
+            self._registration.close()
 
     def __enter__(self) -> Self:
         return self

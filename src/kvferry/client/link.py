@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import os
 import queue
@@ -56,6 +57,14 @@ class Conversation:
         raise ProtocolError(f"the server answered {type(answer).__name__}, expected {kind.__name__}")
 
 
+class _Heard(enum.Enum):
+    """What the server has said: SOME and it may say more, ALL that will ever come, or GOODBYE."""
+
+    SOME = "some"
+    ALL = "all"
+    GOODBYE = "goodbye"
+
+
 class Link:
     """A socket to the server at `path`, greeted. Thread-safe. Of no use in a forked child, which closes its copy.
 
@@ -81,8 +90,7 @@ class Link:
         self._read_lock = threading.Lock()  # guards the frames
         self._send_lock = threading.Lock()
         self._gone: ServerGoneError | None = None
-        self._goodbye: str | None = None
-        self._at_end = False  # nothing more will come
+        self._heard = _Heard.SOME
         self._fd_lock = threading.Lock()  # guards the closing of the descriptors; held for a moment only
         self._forked = False
         self._reader = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
@@ -222,16 +230,16 @@ class Link:
         """Take in what has come; notes it where that is the end. Needs the read lock."""
         try:
             data, fds = receive(self._socket)
-            if not data:
-                self._at_end = True
-                self._hang_up("the server hung up")
+            if self._heard is _Heard.GOODBYE:
                 return
-            if self._goodbye is not None:
+            if not data:
+                self._heard = _Heard.ALL
+                self._hang_up("the server hung up")
                 return
             self._frames.feed(data, fds)
             while (frame := self._frames.next_frame()) is not None:
                 if isinstance(frame.message, Closed):
-                    self._goodbye = frame.message.text
+                    self._heard = _Heard.GOODBYE
                     self._hang_up(frame.message.text)
                     return
                 self._waiting.deliver(frame.message)
@@ -242,7 +250,7 @@ class Link:
             self._frames = reply_reader()  # what comes now is garbage too, but its end says something
             self._hang_up(f"the server broke the protocol: {error}")
         except OSError as error:
-            self._at_end = True
+            self._heard = _Heard.ALL
             self._hang_up(f"the server went away: {error}")
 
     def _wait_for_copies_to_stop(self) -> None:
@@ -255,14 +263,14 @@ class Link:
         poller.register(self._socket, select.POLLIN)
         if self._server_pidfd is not None:
             poller.register(self._server_pidfd, select.POLLIN)
-        while self._goodbye is None and not self._at_end:
+        while self._heard is _Heard.SOME:
             if any(fd == self._server_pidfd for fd, _ in poller.poll(_IDLE_MS)):
                 return
             with self._read_lock:
                 self._read_some()
         poller.unregister(self._socket)
         give_up_at = None if self._server_pidfd is not None else time.monotonic() + _NO_PIDFD_S
-        while self._goodbye is None and not self._same_server_answers():
+        while self._heard is not _Heard.GOODBYE and not self._same_server_answers():
             if poller.poll(_ASK_AGAIN_S * 1e3) or (give_up_at is not None and time.monotonic() > give_up_at):
                 return
 
