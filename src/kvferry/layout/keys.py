@@ -80,7 +80,7 @@ def namespace(model: str, fingerprint: bytes, *, rank: int, world_size: int, ten
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of world size {world_size}; ranks go from 0 to world size - 1")
     parts = (b"kvferry.namespace.1", model.encode(), fingerprint, struct.pack("<QQ", rank, world_size), tenant.encode())
-    return _digest(parts)
+    return digest(parts)
 
 
 def chunk_tokens_for(block_size: int, minimum: int = 64) -> int:
@@ -125,8 +125,9 @@ def _encode_sequence(tokens: Sequence[int]) -> bytes:
 def _seed(chunk_tokens: int, context: KeyContext) -> bytes:
     multimodal = [text.encode() for text in context.multimodal]
     counts = struct.pack("<QQ", chunk_tokens, len(multimodal))
-    return _digest((b"kvferry.chain.1", counts, context.lora.encode(), context.salt.encode(), *multimodal))
+    return digest((b"kvferry.chain.1", counts, context.lora.encode(), context.salt.encode(), *multimodal))
 
 
-def _digest(parts: Sequence[bytes]) -> bytes:
+def digest(parts: Sequence[bytes]) -> bytes:
+    """SHA-256 of the parts, each with its length before it, so that no two lists of parts are hashed alike."""
     return hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()

@@ -7,7 +7,6 @@ give those axes their names.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import struct
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import LayoutError
+from kvferry.layout.keys import digest
 
 BLOCK_AXIS = "B"
 MAX_PLANES = 65_536
@@ -94,7 +94,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             struct.pack("<4Q", *numbers),
             struct.pack(f"<{len(lengths)}Q", *lengths),
         ]
-        return hashlib.sha256(b"".join(struct.pack("<Q", len(part)) + part for part in parts)).digest()
+        return digest(parts)
 
     def validate(self, storage_sizes: Sequence[int]) -> None:
         """Check that every block of every plane lies inside its storage and that no byte belongs to two.
