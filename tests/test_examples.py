@@ -5,7 +5,8 @@ from __future__ import annotations
 import pathlib
 import subprocess
 import sys
-import time
+
+from kvferry.cli.children import ServerProcess
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 
@@ -20,16 +21,7 @@ def test_share_tensor() -> None:
 
 
 def test_reuse_kv(tmp_path: pathlib.Path) -> None:
-    path = tmp_path / "kvferry.sock"
-    serve = [sys.executable, "-m", "kvferry", "serve", "--socket", str(path), "--memory", "64MiB", "--device", "auto"]
-    with subprocess.Popen(serve, stdout=subprocess.DEVNULL) as server:
-        try:
-            until = time.monotonic() + 30
-            while not path.exists() and server.poll() is None and time.monotonic() < until:
-                time.sleep(0.05)
-            out = run("reuse_kv.py", str(path))
-        finally:
-            server.terminate()
-            server.wait(timeout=30)
+    with ServerProcess(tmp_path / "kvferry.sock", 64 << 20, "auto", timeout_s=30) as server:
+        out = run("reuse_kv.py", server.url)
     assert "found 192 of 200 tokens" in out
     assert "bytes are equal: True" in out
