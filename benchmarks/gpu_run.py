@@ -84,6 +84,8 @@ def run(phase: Phase, results: pathlib.Path) -> dict[str, Any]:
         print(f"=== {phase.name} failed with {record['code']}\n{out[-6000:]}\n{err[-4000:]}", flush=True)
     if not phase.json:
         record["result"] = out.strip().rsplit("\n", 1)[-1].strip("= ")
+        if " passed" not in record["result"]:
+            record["code"] = code or 65  # all skipped: this Python sees no GPU, and nothing was tested
         failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", out, re.MULTILINE)
         if failed:
             record["failed"] = failed
