@@ -32,6 +32,17 @@ def test_it_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: pat
     assert not socket.exists()
 
 
+def test_others_may_connect_where_they_are_allowed(tmp_path: pathlib.Path) -> None:
+    socket = tmp_path / "server.sock"
+    with subprocess.Popen([*COMMAND, str(socket), "--allow-uid", "7"], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith("ready")
+            assert socket.stat().st_mode & 0o777 == 0o666
+        finally:
+            server.kill()
+
+
 def test_a_child_server_ends_with_its_parents_pipe(tmp_path: pathlib.Path) -> None:
     server = ServerProcess(tmp_path / "s", 16 << 20, "cpu")
     assert server._process.stdin is not None
@@ -52,6 +63,7 @@ def test_a_server_that_cannot_start_says_why_at_once(tmp_path: pathlib.Path) -> 
     [
         (["--socket", "s", "--memory", "lots"], "4GiB"),
         (["--socket", "s" * 200], "socket_path has 200 bytes"),
+        (["--socket", "s", "--allow-uid", "-1"], "allow-uid"),
     ],
 )
 def test_bad_options_are_one_line_and_no_trace(arguments: list[str], text: str) -> None:

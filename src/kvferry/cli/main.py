@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from kvferry.cli.sizes import parse_bytes
+from kvferry.config import ServerConfig
 from kvferry.errors import KVFerryError
 
 if TYPE_CHECKING:
@@ -49,13 +50,19 @@ def serve(
     socket: Annotated[pathlib.Path, typer.Option(help="Path of the Unix socket to listen on.")],
     memory: Annotated[str, typer.Option(help="Size of the pool that keeps KV, e.g. 4GiB.")] = "4GiB",
     device: DeviceOption = Device.auto,
+    allow_uid: Annotated[list[int], typer.Option(min=0, help="Another uid that may connect; may be given again.")] = [],  # noqa: B006  typer copies it
     until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Run the cache server until SIGTERM or SIGINT."""
-    memory_bytes = parse_bytes(memory)
+    config = ServerConfig(
+        socket_path=str(socket),
+        memory_bytes=parse_bytes(memory),
+        device=device.value,
+        allow_uids=frozenset(allow_uid),
+    )
     from kvferry.cli.serve import run_server
 
-    run_server(socket, memory_bytes, device.value, until_stdin_closes=until_stdin_closes)
+    run_server(config, until_stdin_closes=until_stdin_closes)
 
 
 @app.command()

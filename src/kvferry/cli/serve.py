@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import signal
 import sys
 import threading
@@ -28,14 +27,14 @@ class _Ended(Exception):
     """SIGTERM or SIGINT came."""
 
 
-def run_server(path: pathlib.Path, memory_bytes: int, device: str, *, until_stdin_closes: bool = False) -> None:
+def run_server(config: ServerConfig, *, until_stdin_closes: bool = False) -> None:
     """Serve until SIGTERM or SIGINT, or the end of stdin; raises `KVFerryError` where the server fails.
 
     One line on stdout says that it is ready: that it answers, and that its memory may be stored to.
     """
-    server = CacheServer(ServerConfig(socket_path=str(path), memory_bytes=memory_bytes, device=device))
+    server = CacheServer(config)
     stop = threading.Event()
-    announcer = threading.Thread(target=_announce, args=(path, memory_bytes, stop), name="announcer", daemon=True)
+    announcer = threading.Thread(target=_announce, args=(config, stop), name="announcer", daemon=True)
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _end)
@@ -63,17 +62,17 @@ def _end_with_stdin() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _announce(path: pathlib.Path, memory_bytes: int, stop: threading.Event) -> None:
+def _announce(config: ServerConfig, stop: threading.Event) -> None:
     """Ask the server as any client would, until it answers and its memory is there; then say so."""
-    started = time.monotonic()
+    url, started = f"unix://{config.socket_path}", time.monotonic()
     while not stop.wait(POLL_S):
         try:
-            with CacheClient(f"unix://{path}") as client:
-                while client.stats()["memory_bytes"] < memory_bytes * READY_SHARE:
+            with CacheClient(url) as client:
+                while client.stats()["memory_bytes"] < config.memory_bytes * READY_SHARE:
                     if stop.wait(POLL_S):
                         return
         except KVFerryError:
             continue  # not there yet; what keeps it from starting is told by the main thread
         took = time.monotonic() - started
-        typer.echo(f"ready: unix://{path}, {format_bytes(memory_bytes)} of host memory, after {took:.1f} s")
+        typer.echo(f"ready: {url}, {format_bytes(config.memory_bytes)} of host memory, after {took:.1f} s")
         return
