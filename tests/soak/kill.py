@@ -94,15 +94,16 @@ class Soak:
         try:
             self._compare(seed, digest, "check")
             self.watcher.call("store", seed=0, num_tokens=8 * CHUNK_TOKENS, blocks=WATCHED)
-            self._compare(0, self.digest, "own")
+            self.harmed += not self._compare(0, self.digest, "own")
         except (SideError, AssertionError):
             self.harmed += 1
 
-    def _compare(self, seed: int, digest: list[str], request: str) -> None:
+    def _compare(self, seed: int, digest: list[str], request: str) -> bool:
+        """Retrieve what is there of a prompt and compare it; whether any of it was there."""
         found = self.watcher.call("lookup", seed=seed, num_tokens=8 * CHUNK_TOKENS, request=request)
         count = found["tokens"] // 16
         if not count:
-            return
+            return False
         target = WATCHED if request == "check" else list(range(32, 64))
         assert self.watcher.call("retrieve", lease=found["lease"], blocks=target[:count])["failed"] == []
         self.compared_blocks += count * bool(digest)
@@ -110,6 +111,7 @@ class Soak:
             self.wrong_bytes += 1
         if request == "check":
             self.watcher.call("fill", blocks=WATCHED, seed=0)
+        return True
 
     def state(self) -> dict[str, Any]:
         """What must be the same at the end as after the first few kills."""
