@@ -16,7 +16,7 @@ __all__ = ["show_result", "show_steps"]
 
 @contextlib.contextmanager
 def show_steps(console: Console) -> Iterator[Callable[[str], None]]:
-    """A spinner with the step under way; the steps before it stay above, each with its time."""
+    """A spinner with the step under way; the steps before it stay above."""
     with console.status("starting") as status:
 
         def say(step: str) -> None:

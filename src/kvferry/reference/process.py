@@ -38,8 +38,11 @@ def answer_lines(commands: Any, handle: Callable[[Any], dict[str, Any]], exit_co
             reply = {"ok": True, **handle(command)}
         except (KVFerryError, ValueError, MemoryError, RuntimeError) as error:
             reply = {"ok": False, "error": f"{type(error).__name__}: {error}"}
-        sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
-        sys.stdout.buffer.flush()
+        try:
+            sys.stdout.buffer.write(msgspec.json.encode(reply) + b"\n")
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            return  # the driver has ended, and with it what this process is for
         if isinstance(command, exit_command):
             return
 
