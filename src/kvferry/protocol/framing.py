@@ -23,6 +23,7 @@ from kvferry.ipc.fds import recv_fds, send_fds
 from kvferry.protocol.messages import MAX_FDS_A_BATCH, FdBatch, Message, Reply, Request
 
 MAX_FRAME_BYTES = 16 << 20
+SO_PEERPIDFD = 77  # Linux 6.5; the number is the kernel's
 READ_BYTES = 64 << 10  # less than what malloc maps anew each time
 _LENGTH = struct.Struct("<I")
 

@@ -1,7 +1,7 @@
 """All messages between engines and the cache server: what travels, with the bounds that decoding enforces.
 
 A request carries a `seq` that its reply repeats; `seq` is the client's to choose. Chunk keys and block ids travel as
-one run of bytes each, 32 bytes a key and a little-endian int32 a block. Times are seconds.
+one run of bytes each, KEY_BYTES a key and a little-endian int32 a block. Times are seconds.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import msgspec
 from msgspec import Meta
 
 from kvferry.ipc.events import Ticket
-from kvferry.layout import KVLayout
+from kvferry.ipc.fds import BATCH_FDS
+from kvferry.layout import HASH_BYTES, KVLayout
 
 PROTOCOL_VERSION = 1
 OLDEST_VERSION = 1
-MAX_FDS_A_BATCH = 128
+MAX_FDS_A_BATCH = BATCH_FDS
 NONCE_BYTES = 64
 NO_SEQ = 0  # in an Error: it answers no request in particular
-KEY_BYTES = 32
+KEY_BYTES = HASH_BYTES
+BLOCK_ID_BYTES = 4
 
 Seq = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -111,7 +113,10 @@ class Registered(Message, frozen=True):
 
 
 class Unregister(Message, frozen=True):
-    """Drop the rank; answered once the server has unmapped its memory."""
+    """Drop the rank; answered once the server has unmapped its memory.
+
+    The answer is an Error "mapped" where that takes too long: it may then be asked again.
+    """
 
     seq: Seq
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvferry.copy import CopyPlan
 from kvferry.errors import CopyCancelled, KVFerryError
+from kvferry.protocol.messages import BLOCK_ID_BYTES
 from kvferry.server.device import Device
 from kvferry.server.failures import failure_of
 from kvferry.server.opened import OpenedCache
@@ -155,7 +156,7 @@ class CopyQueue:
         move(copy.plan.part(copy.next_chunk, stop), lambda: self._is_cancelled(copy))
 
     def _chunks_a_step(self, task: CopyTask, device: Device) -> int:
-        blocks = len(task.block_ids) // 4 // len(task.offsets)
+        blocks = len(task.block_ids) // BLOCK_ID_BYTES // len(task.offsets)
         return max(1, device.step_bytes // (blocks * self._caches[task.cache_id].layout.block_bytes))
 
     def _ask(self, copy: _Copy, now: float) -> bool | Failure:

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from kvferry.errors import RequestError
+from kvferry.protocol.framing import SO_PEERPIDFD
 
-SO_PEERPIDFD = 77  # Linux 6.5; the number is the kernel's
 _UCRED = struct.Struct("3i")
 
 
@@ -19,12 +19,12 @@ class Credentials(NamedTuple):
 
     pid: int
     uid: int
-    gid: int
 
 
 def credentials(sock: socket.socket) -> Credentials:
     """The credentials that the peer had when it connected."""
-    return Credentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+    pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return Credentials(pid, uid)
 
 
 def check_uid(uid: int, own_uid: int, allow_uids: Collection[int]) -> None:
