@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from kvferry.cli.children import ServerProcess
+from kvferry.cli.serve import _announce
 from kvferry.client import CacheClient
+from kvferry.config import ServerConfig
+from kvferry.server import CacheServer
 
 COMMAND = [sys.executable, "-m", "kvferry", "serve", "--device", "cpu", "--memory", "16MiB", "--socket"]
 
@@ -30,6 +35,22 @@ def test_it_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: pat
         finally:
             server.kill()
     assert not socket.exists()
+
+
+@pytest.mark.parametrize(("missing", "says"), [(0, "ready"), (1 << 20, "")])
+def test_it_is_ready_when_all_of_its_memory_is(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], missing: int, says: str
+) -> None:
+    config = ServerConfig(socket_path=str(tmp_path / "s"), memory_bytes=16 << 20, device="cpu")
+    stop = threading.Event()
+    with CacheServer(config):
+        wanted = dataclasses.replace(config, memory_bytes=config.memory_bytes + missing)
+        announcer = threading.Thread(target=_announce, args=(wanted, stop))
+        announcer.start()
+        announcer.join(0.5)
+        stop.set()
+        announcer.join()
+    assert capsys.readouterr().out[:5] == says
 
 
 def test_others_may_connect_where_they_are_allowed(tmp_path: pathlib.Path) -> None:

@@ -308,8 +308,8 @@ def test_a_cache_with_many_jobs_takes_turns_with_others(bench: Bench) -> None:
 
 
 def test_memory_comes_in_pieces_that_do_not_touch() -> None:
-    memory = Memory(5000, piece_bytes=2048)
-    assert [nbytes for _, nbytes in memory.pieces] == [2048, 2048, 904]
+    memory = Memory((5 << 12) - 4095, piece_bytes=2 << 12)
+    assert [nbytes for _, nbytes in memory.pieces] == [2 << 12, 2 << 12, 1 << 12]
     ends = [offset + nbytes for offset, nbytes in memory.pieces]
     starts = [offset for offset, _ in memory.pieces]
     assert all(start - end >= GUARD_BYTES for start, end in zip(starts[1:], ends, strict=False))

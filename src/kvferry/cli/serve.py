@@ -20,7 +20,6 @@ from kvferry.server import CacheServer
 __all__ = ["run_server"]
 
 POLL_S = 0.02
-READY_SHARE = 0.9  # of the memory: the rest goes into alignment
 
 
 class _Ended(Exception):
@@ -68,7 +67,7 @@ def _announce(config: ServerConfig, stop: threading.Event) -> None:
     while not stop.wait(POLL_S):
         try:
             with CacheClient(url) as client:
-                while client.stats()["memory_bytes"] < config.memory_bytes * READY_SHARE:
+                while client.stats()["memory_bytes"] < config.memory_bytes:
                     if stop.wait(POLL_S):
                         return
         except KVFerryError:

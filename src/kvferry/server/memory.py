@@ -12,15 +12,19 @@ GUARD_BYTES = mmap.PAGESIZE
 
 
 class Memory:
-    """At least `nbytes` of host memory at `address`; `pieces` are (offset, bytes), untouched at first."""
+    """`nbytes`, rounded up to whole pages, at `address`; `pieces` are (offset, bytes), untouched at first.
+
+    `piece_bytes` is a whole number of pages, so that every piece is.
+    """
 
     def __init__(self, nbytes: int, piece_bytes: int = PIECE_BYTES) -> None:
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         sizes = [min(piece_bytes, nbytes - start) for start in range(0, nbytes, piece_bytes)]
         self.pieces: list[tuple[int, int]] = []
         offset = 0
         for size in sizes:
             self.pieces.append((offset, size))
-            offset += -(-size // mmap.PAGESIZE) * mmap.PAGESIZE + GUARD_BYTES
+            offset += size + GUARD_BYTES
         self._segment: Segment | None = Segment(offset)
         self.address = self._segment.address
 
