@@ -121,6 +121,18 @@ def test_a_chain_longer_than_the_pool_keeps_its_head() -> None:
     assert hit(index, "abcdef") == 4
 
 
+def test_a_limit_keeps_the_head_and_counts_the_rest() -> None:
+    index = make_index(6)
+    fill(index, "ab")
+    reservation = index.reserve(NS, keys("abcdef"), CHUNK, limit=3)
+    assert (reservation.first, len(reservation.chunks)) == (2, 3)
+    assert (reservation.num_present, reservation.num_skipped) == (2, 1)
+    assert (index.counters.skipped_share, index.counters.skipped_full) == (1, 0)
+    index.commit(reservation.chunks)
+    assert index.reserve(NS, keys("abcdef"), CHUNK, limit=0).num_skipped == 1
+    assert index.reserve(NS, keys("abcde"), CHUNK, limit=0).num_present == 5
+
+
 def test_a_slot_larger_than_the_pool_evicts_nothing() -> None:
     index = make_index(4)
     fill(index, "abcd")

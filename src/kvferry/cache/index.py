@@ -84,6 +84,7 @@ class IndexCounters:
     aborted: int = 0
     evicted: int = 0
     skipped_full: int = 0
+    skipped_share: int = 0
     skipped_orphan: int = 0
 
 
@@ -135,11 +136,13 @@ class ChunkIndex:
         self.counters.misses += len(keys) - low
         return found
 
-    def reserve(self, namespace: bytes, keys: Sequence[bytes], nbytes: int, start: int = 0) -> Reservation:
+    def reserve(
+        self, namespace: bytes, keys: Sequence[bytes], nbytes: int, start: int = 0, *, limit: int | None = None
+    ) -> Reservation:
         """Take slots for the chunks of `keys[start:]` that are not kept yet; `keys` is the whole chain from its root.
 
-        Stops, and counts the rest as skipped, where there is no room or where a parent is missing. A chunk that
-        another store is writing counts as present.
+        Stops, and counts the rest as skipped, after `limit` slots, where there is no room or where a parent is missing.
+        A chunk that another store is writing counts as present.
         """
         parent: Chunk | None = None
         fresh: list[Chunk] = []
@@ -148,6 +151,9 @@ class ChunkIndex:
         for position, key in enumerate(keys):
             chunk = self._namespaces.get(namespace, empty).get(key)
             if chunk is None and position >= start:
+                if len(fresh) == limit:
+                    self.counters.skipped_share += len(keys) - position
+                    break
                 chunk = self._insert(namespace, key, parent, nbytes)
                 if chunk is None:
                     self.counters.skipped_full += len(keys) - position

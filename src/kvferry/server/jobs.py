@@ -6,16 +6,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.cache import Chunk, Reservation
+from kvferry.cache import Chunk, Reservation, slot_bytes
 from kvferry.errors import BlockIdError, ProtocolError, RequestError
-from kvferry.protocol.messages import Cancel, Error, Message, Retrieve, Retrieved, Store, Stored
+from kvferry.protocol.messages import BLOCK_ID_BYTES, Cancel, Error, Message, Retrieve, Retrieved, Store, Stored
 from kvferry.server.lookups import KeyRun
 from kvferry.server.session import CacheState, RankCache, Session
 from kvferry.server.state import State
 from kvferry.server.tasks import CopyDone, CopyTask, Direction, Failure
 
-BLOCK_ID_BYTES = 4
 MAX_JOBS = 1024  # of one session, at one time
+# How much of the memory the stores of one session may hold before they are whole, so that an engine whose GPU is slow,
+# or hangs, leaves some to others. Not less: a prompt that takes most of the memory is kept too.
+UNCOMMITTED_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,10 @@ class _StoreJob:
     cache: RankCache
     seq: int
     reservation: Reservation
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self.reservation.chunks) * slot_bytes(self.cache.engine.geometry.chunk_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +60,22 @@ class Jobs:
         keys = KeyRun(message.keys)
         blocks = _check_count(message.block_ids, len(keys), geometry.chunk_tokens // geometry.block_size)
         reservation = self._state.index.reserve(
-            cache.entry.namespace, keys, geometry.chunk_bytes, min(message.start_chunk, len(keys))
+            cache.entry.namespace,
+            keys,
+            geometry.chunk_bytes,
+            min(message.start_chunk, len(keys)),
+            limit=self._chunks_left(session, slot_bytes(geometry.chunk_bytes)),
         )
         self._state.counters.stores += 1
         if not reservation.chunks:
             session.send(_stored(message.seq, reservation, 0))
             return
+        job = _StoreJob(session, cache, message.seq, reservation)
+        session.uncommitted_bytes += job.held_bytes
         first = reservation.first * blocks * BLOCK_ID_BYTES
         last = first + len(reservation.chunks) * blocks * BLOCK_ID_BYTES
         self._submit(
-            _StoreJob(session, cache, message.seq, reservation),
+            job,
             Direction.GATHER,
             message.block_ids[first:last],
             chunks=reservation.chunks,
@@ -107,6 +119,7 @@ class Jobs:
 
     def _end_store(self, job: _StoreJob, failure: Failure | None) -> Message:
         counters, chunks = self._state.counters, job.reservation.chunks
+        job.session.uncommitted_bytes -= job.held_bytes
         if failure is not None:
             self._state.index.abort(chunks)
             counters.stores_failed += 1
@@ -125,6 +138,11 @@ class Jobs:
         blocks = len(job.block_ids) // BLOCK_ID_BYTES // job.last.depth
         first = max(job.skip_blocks, done.num_chunks * blocks) * BLOCK_ID_BYTES
         return Error(job.seq, done.failure.code, done.failure.text, job.block_ids[first:])
+
+    def _chunks_left(self, session: Session, slot: int) -> int:
+        """How many chunks more the session may hold uncommitted; at least one where it holds none."""
+        left = int(self._state.pool.capacity_bytes * UNCOMMITTED_SHARE) - session.uncommitted_bytes
+        return max(left // slot, 0 if session.uncommitted_bytes else 1)
 
     def _submit(
         self,

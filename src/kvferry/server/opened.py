@@ -79,6 +79,10 @@ class OpenedCache:
             self._chunks = ChunkMap(self.layout, self._bases, blocks)
         return self._chunks.plan(ids, np.asarray(task.offsets, dtype=np.int64) + pool_address, task.skip_blocks)
 
+    def storage_names(self) -> str:
+        """What is mapped, for people."""
+        return ", ".join(map(repr, self._wrappers))
+
     def close(self) -> list[KVFerryError]:
         """Let go of everything, whatever fails on the way; what failed. Idempotent."""
         errors: list[KVFerryError] = []

@@ -100,13 +100,16 @@ class Registrar:
 
     def unregister(self, session: Session, message: Unregister) -> None:
         """Drop the session's cache; answered when it is unmapped, at once where there is none."""
-        cache = session.cache
+        cache = session.cache or session.leaving
         if cache is None:
             session.send(Unregistered(message.seq))
             return
-        cache.unregister_seq = message.seq
+        cache.unregister_seqs.append(message.seq)
         session.engine_id = None
-        self.close(session)
+        if session.cache is not None:
+            self.close(session)
+        elif cache.cache_id not in self._caches:  # it was not unmapped in time: look again
+            self._begin_to_close(cache)
 
     def close(self, session: Session) -> None:
         """Begin to drop the session's cache: its rank is free at once, its memory as soon as no copy uses it."""
@@ -114,7 +117,13 @@ class Registrar:
         if cache is None:
             return
         cache.state = CacheState.CLOSING
+        session.leaving = cache
         self._state.engines.drop(cache.engine, cache.rank)
+        self._begin_to_close(cache)
+
+    def _begin_to_close(self, cache: RankCache) -> None:
+        self._caches[cache.cache_id] = cache
+        cache.session.caches.add(cache.cache_id)
         cache.worker.submit(CloseTask(cache.cache_id))
 
     def _warn_if_too_large(self, engine: Engine) -> None:
@@ -148,9 +157,15 @@ class Registrar:
         self.close(cache.session)
 
     def on_closed(self, done: CacheClosed) -> None:
-        """Nothing of the cache is mapped any more."""
+        """Nothing of the cache is mapped any more, or the client is told that it may be; a session that ends, ends."""
         cache = self._caches.pop(done.cache_id)
-        cache.session.caches.discard(done.cache_id)
-        if cache.unregister_seq is not None:
-            cache.session.send(Unregistered(cache.unregister_seq))
-        self._on_closed(cache.session)
+        session, failure = cache.session, done.failure
+        session.caches.discard(done.cache_id)
+        if failure is not None:
+            session.end_text += f" ({failure.text})" if session.ended else ""
+        elif session.leaving is cache:
+            session.leaving = None
+        for seq in cache.unregister_seqs:
+            session.send(Unregistered(seq) if failure is None else Error(seq, failure.code, failure.text))
+        cache.unregister_seqs.clear()
+        self._on_closed(session)

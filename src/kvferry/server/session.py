@@ -24,7 +24,7 @@ class CacheState(enum.Enum):
 class RankCache:
     """One registration: a rank's KV cache, on its way in, in use, or on its way out.
 
-    `seq` is that of its Register, `unregister_seq` that of an Unregister which waits for an answer.
+    `seq` is that of its Register, `unregister_seqs` those of the Unregisters which wait for an answer.
     """
 
     cache_id: int
@@ -37,7 +37,7 @@ class RankCache:
     state: CacheState = CacheState.OPENING
     fds_sent: int = 0
     fds_taken: int = 0
-    unregister_seq: int | None = None
+    unregister_seqs: list[int] = field(default_factory=list)
 
     @property
     def entry(self) -> Rank:
@@ -47,7 +47,11 @@ class RankCache:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One connected client. `caches` holds all registrations that the worker still knows, `cache` the current one."""
+    """One connected client. `caches` holds all registrations that the worker still knows, `cache` the current one.
+
+    `leaving` is the last that was dropped, until its memory is unmapped. `uncommitted_bytes` are what the stores that
+    are going on hold of the server's memory.
+    """
 
     session_id: int
     tenant: str
@@ -56,8 +60,10 @@ class Session:
     greeted: bool = False
     engine_id: str | None = None
     cache: RankCache | None = None
+    leaving: RankCache | None = None
     caches: set[int] = field(default_factory=set)
     jobs: dict[int, int] = field(default_factory=dict)  # the client's seq -> our job id
+    uncommitted_bytes: int = 0
     ended: bool = False
     end_text: str = ""
     close_by: float | None = None

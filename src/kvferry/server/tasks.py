@@ -114,9 +114,10 @@ class CopyDone:
 
 @dataclass(frozen=True, slots=True)
 class CacheClosed:
-    """Nothing of the cache is mapped any more."""
+    """Nothing of the cache is mapped any more, or, with `failure`, that is not known yet."""
 
     cache_id: int
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class DeviceWorker:
         self._post = post
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._caches: dict[int, OpenedCache] = {}
+        self._unmapping: dict[int, str] = {}  # what was closed, and may be mapped still
         self._copies = CopyQueue(self._caches, memory_address=memory_address, post=post)
         self._preparing: deque[PrepareTask] = deque()
         self._thread = threading.Thread(target=self._run, name=f"kvferry-{name}", daemon=True)
@@ -164,9 +165,7 @@ class DeviceWorker:
         elif isinstance(task, FdsTask):
             self._try_to_open(task, device, self._take_fds)
         else:
-            self._copies.drop_cache(task.cache_id)
-            self._close(task.cache_id)
-            self._post(CacheClosed(task.cache_id))
+            self._end_cache(task.cache_id)
 
     def _try_to_open(self, task: _T, device: Device, step: Callable[[_T], None]) -> None:
         """Take one step towards an open cache. What goes wrong is that cache's own, unless the device is lost by it."""
@@ -203,19 +202,30 @@ class DeviceWorker:
             for fd in task.fds:
                 os.close(fd)
         elif isinstance(task, CloseTask):
-            self._copies.drop_cache(task.cache_id)
-            self._post(CacheClosed(task.cache_id))
+            self._end_cache(task.cache_id)
         elif isinstance(task, CopyTask):
             self._post(CopyDone(task.cache_id, task.job_id, 0, Failure("cancelled", "the cache is closed")))
 
-    def _close(self, cache_id: int) -> None:
-        """Unmap a cache, and wait until it is unmapped; problems are logged, since nobody is left to hear of them."""
-        for error in self._caches.pop(cache_id).close():
-            _LOG.error("closing cache %d of %s: %s", cache_id, self.name, error)
+    def _end_cache(self, cache_id: int) -> None:
+        """Drop a cache, if it is open, and say whether anything of it is still mapped."""
+        self._copies.drop_cache(cache_id)
+        self._post(CacheClosed(cache_id, self._close(cache_id)))
+
+    def _close(self, cache_id: int) -> Failure | None:
+        """Unmap a cache, and wait until it is unmapped; what is wrong where it is not. May be called again then."""
+        cache = self._caches.pop(cache_id, None)
+        if cache is not None:
+            self._unmapping[cache_id] = cache.storage_names()
+            for error in cache.close():
+                _LOG.error("closing cache %d of %s: %s", cache_id, self.name, error)
         try:
             process_table().mappings.drain(_DRAIN_S)
         except DeadlineError as error:
-            _LOG.error("closing cache %d of %s: %s", cache_id, self.name, error)
+            names = self._unmapping.get(cache_id, "none")
+            _LOG.error("closing cache %d of %s (%s): %s", cache_id, self.name, names, error)
+            return Failure("mapped", f"the server may have these storages still mapped: {names}: {error}; ask again")
+        self._unmapping.clear()  # whatever was released is unmapped, of all caches
+        return None
 
     def _close_device(self, device: Device) -> None:
         try:
