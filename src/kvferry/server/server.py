@@ -107,9 +107,10 @@ class CacheServer:
             )
             self._sessions = Sessions(self._loop, self._state, admission=admission, incarnation=secrets.token_bytes(16))
             self._on = self._handlers(self._sessions, self._state)
-            for offset, nbytes in memory.pieces:
-                workers.get(devices.primary).submit(PrepareTask(offset, nbytes))
             self._loop.watch(self._listener.socket.fileno(), READ, self._on_connect)
+            primary = workers.get(devices.primary)
+            for offset, nbytes in memory.pieces:  # from here on nothing fails: the worker uses the memory
+                primary.submit(PrepareTask(offset, nbytes))
             self._close = undo.pop_all()
         self._thread = threading.Thread(target=self._run, name="kvferry-loop", daemon=True)
         self._thread.start()
@@ -117,7 +118,8 @@ class CacheServer:
     def stop(self) -> None:
         """End all sessions once their copies have stopped, and give everything back. Idempotent.
 
-        Raises DeadlineError where a thread does not end in time.
+        Raises DeadlineError where a thread does not end in time: the memory, which it may use, is kept, and `stop` may
+        be called again. Raises KVFerryError, once, where the server had ended by itself (all is given back then).
         """
         if self._thread is None or self._given_back:
             return
@@ -129,13 +131,16 @@ class CacheServer:
         if late:
             raise late[0]  # a worker may still use the memory, so that is kept
         self._given_back = True
+        self._sessions.close()
         self._close.close()
+        if self._failure is not None:
+            raise KVFerryError(f"the server ended: {self._failure}")
 
     def serve_forever(self) -> None:
         """Start, and serve until `stop` is called in another thread or a signal handler raises.
 
         For a process that does nothing else: what is alive by now is taken out of garbage collection, and as many files
-        may be open as the system allows (a session has two, and descriptors come in batches of 128).
+        may be open as the system allows (a session has two, and descriptors come in batches).
 
         Raises KVFerryError where the server had to end because a device, or its own loop, failed for good.
         """
@@ -149,8 +154,6 @@ class CacheServer:
                 pass
         finally:
             self.stop()
-        if self._failure is not None:
-            raise KVFerryError(f"the server ended: {self._failure}")
 
     def __enter__(self) -> Self:
         self.start()

@@ -155,6 +155,15 @@ class Sessions:
         for session in list(self._sessions.values()):
             self.end(session, text)
 
+    def close(self) -> None:
+        """Hang up on those that are left, once no loop and no worker runs any more."""
+        for session in self._sessions.values():
+            session.connection.close()
+            if session.pidfd is not None:
+                os.close(session.pidfd)
+        self._sessions.clear()
+        self._ending.clear()
+
     def tick(self, now: float) -> None:
         """Close the sockets of those that do not read their last frames; end those that leave a frame unfinished."""
         if now >= self._look_at:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 from kvferry.errors import DeadlineError, RequestError
 from kvferry.server.device import Device
@@ -52,20 +52,16 @@ class Workers:
             worker = self._start(device_uuid)
         return worker
 
-    @property
-    def by_device(self) -> Mapping[str, DeviceWorker]:
-        """All workers by UUID."""
-        return self._workers
-
     def stop(self, timeout_s: float) -> list[DeadlineError]:
-        """End all; what did not end in time."""
+        """End all; what did not end in time, which is kept, so that the next call waits for it again."""
         late: list[DeadlineError] = []
-        for worker in self._workers.values():
+        for device_uuid, worker in list(self._workers.items()):
             try:
                 worker.stop(timeout_s)
             except DeadlineError as error:
                 late.append(error)
-        self._workers.clear()
+            else:
+                del self._workers[device_uuid]
         return late
 
     def _start(self, device_uuid: str) -> DeviceWorker:
