@@ -129,3 +129,16 @@ def test_a_session_ends_whose_mappings_stay(server: CacheServer, stuck: Stuck) -
         client.close()
         eventually(lambda: other.stats()["sessions"] == 1, 5)
         assert other.stats()["engines"] == 0
+
+
+def test_a_repeated_unregister_waits_too(server: CacheServer, stuck: Stuck, monkeypatch: pytest.MonkeyPatch) -> None:
+    unmapped = threading.Event()
+    stuck.holds = False
+    monkeypatch.setattr(process_table().mappings, "drain", lambda timeout_s: unmapped.wait(timeout_s))
+    with CacheClient(server.config.socket_path, timeout_s=0.3) as client:
+        register(client)
+        for _ in range(2):
+            with pytest.raises(DeadlineError):
+                client.unregister()
+        unmapped.set()
+        client.unregister()
