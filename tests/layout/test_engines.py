@@ -153,7 +153,8 @@ def test_fingerprint_is_of_meaning_not_of_place() -> None:
     small, large = numbered(2, 3, BS, NH, HS), numbered(2, NB, BS, NH, HS)
     one = describe("vllm_flash_attention", [view(small)])
     assert describe("vllm_flash_attention", [view(large, 2)]).fingerprint() == one.fingerprint()
-    assert one.fingerprint().hex() == "3dcd6f550ffe269021fbfa713141acb8cf9bdb8a219ff9e2ed83ffcc37c58c5b"
+    # Version 2: since the names of layers are part of it, caches of version 1 may have them swapped and must not match.
+    assert one.fingerprint().hex() == "c244586fd304eee2000f958f523f9656efe3c5ac4d6289887b6e296e52fff3cb"
     for field, value in {"format": "other", "dtype": "float32", "block_size": 32, "head_dim": 32, "isa": "amx"}.items():
         changed: KVLayout = msgspec.structs.replace(one, **{field: value})
         assert changed.fingerprint() != one.fingerprint(), field

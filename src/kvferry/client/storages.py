@@ -110,7 +110,8 @@ def prepare_storages(
     storages = _by_address(tensors)
     order = {address: number for number, address in enumerate(storages)}
     views = [_view(tensor, order[tensor.untyped_storage().data_ptr()]) for tensor in tensors]
-    layout = describe(format, views, hints if isinstance(hints, LayoutHints) else LayoutHints.from_mapping(hints))
+    hints = hints if isinstance(hints, LayoutHints) else LayoutHints.from_mapping(hints)
+    layout = describe(format, views, hints, names=list(kv_caches))
     flats = tuple(_flat(tensor) for tensor in storages.values())
     layout.validate([flat.numel() for flat in flats])
     wrappers: list[DeviceIPCWrapper] = []

@@ -144,11 +144,25 @@ FORMATS: Mapping[str, Callable[[Sequence[TensorView], LayoutHints], KVLayout]] =
 )
 
 
-def describe(format: str, views: Sequence[TensorView], hints: LayoutHints = _NO_HINTS) -> KVLayout:
-    """The layout of `views` (one a layer, in the order of the layers) in a format named as in `FORMATS`."""
+def describe(
+    format: str, views: Sequence[TensorView], hints: LayoutHints = _NO_HINTS, *, names: Sequence[str] = ()
+) -> KVLayout:
+    """The layout of `views` (one a layer, in the order of the layers) in a format named as in `FORMATS`.
+
+    `names` are those of the layers, one a view: KV is shared only with engines that give the same names in the same
+    order. Without them the order alone tells the layers apart.
+    """
     if format not in FORMATS:
         raise LayoutError(f"format {format!r} is not known; known formats: {', '.join(FORMATS)}")
-    return FORMATS[format](views, hints)
+    layout = FORMATS[format](views, hints)
+    if not names:
+        return layout
+    if len(names) != len(views):
+        raise LayoutError(f"{len(names)} names for {len(views)} tensors; give one a tensor")
+    shared: dict[TensorView, list[str]] = {}
+    for view, name in zip(views, names, strict=True):
+        shared.setdefault(view, []).append(name)
+    return msgspec.structs.replace(layout, layer_names=tuple(map(tuple, shared.values())))
 
 
 def _layout(format: str, layers: Sequence[Sequence[Axis]], views: Sequence[TensorView], hints: LayoutHints) -> KVLayout:

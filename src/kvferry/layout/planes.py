@@ -21,6 +21,8 @@ from kvferry.layout.keys import digest
 
 BLOCK_AXIS = "B"
 MAX_PLANES = 65_536
+MAX_LAYER_NAMES = 4096
+MAX_NAME_BYTES = 512
 _MAX_BYTES = 1 << 62
 _MAX_PAIRED = 4096  # planes that are compared one by one
 
@@ -47,7 +49,8 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     `block_size` is in tokens. `head_dim` and `num_kv_heads` are 0 where layers differ. `axis_order` tells the axes
     inside a block and their sizes, outermost first, as in "K2N16H8D64" (for each layer where layers differ). `isa`
-    names the CPU instruction set where the engine packs its blocks by it.
+    names the CPU instruction set where the engine packs its blocks by it. `layer_names` are the engine's names of the
+    layers, in the order of the planes: those that share a tensor together.
 
     Raises LayoutError (a ValueError) where a field is out of range.
     """
@@ -62,6 +65,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     planes: tuple[Plane, ...]
     axis_order: str = ""
     isa: str = ""
+    layer_names: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "num_layers"):
@@ -74,6 +78,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             raise LayoutError(f"{len(self.planes)} planes; a layout has 1 to {MAX_PLANES}")
         for plane in self.planes:
             _check_plane(plane, self.num_blocks)
+        _check_names(self.layer_names)
 
     @property
     def block_bytes(self) -> int:
@@ -89,10 +94,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         numbers = (self.block_size, self.num_layers, self.num_kv_heads, self.head_dim)
         lengths = [plane.length for plane in self.planes]
         parts = [
-            b"kvferry.layout.1",
+            b"kvferry.layout.2",
             *(text.encode() for text in (self.format, self.axis_order, self.dtype, self.isa)),
             struct.pack("<4Q", *numbers),
             struct.pack(f"<{len(lengths)}Q", *lengths),
+            *(digest([name.encode() for name in names]) for names in self.layer_names),
         ]
         return digest(parts)
 
@@ -178,6 +184,23 @@ def _check_plane(plane: Plane, num_blocks: int) -> None:
         raise LayoutError(f"{plane} with {num_blocks} blocks reaches beyond 2**62 bytes")
     if num_blocks > 1 and plane.length > plane.stride:
         raise LayoutError(f"{plane}: blocks of {plane.length} bytes every {plane.stride} bytes overlap")
+
+
+def _check_names(layer_names: Sequence[Sequence[str]]) -> None:
+    names = [name for shared in layer_names for name in shared]
+    if len(names) > MAX_LAYER_NAMES:
+        raise LayoutError(f"{len(names)} layer names; a layout has at most {MAX_LAYER_NAMES}")
+    if not all(layer_names):
+        raise LayoutError("a tensor without a name of its layer; give all of them names, or none")
+    if len(set(names)) < len(names):
+        raise LayoutError("a layer's name comes twice; each layer has one of its own")
+    for name in names:
+        try:
+            size = len(name.encode())
+        except UnicodeEncodeError as error:
+            raise LayoutError(f"layer name {name!r} is not UTF-8: {error}") from None
+        if size > MAX_NAME_BYTES:
+            raise LayoutError(f"a layer's name of {size} bytes; at most {MAX_NAME_BYTES} are allowed")
 
 
 def _check_disjoint(planes: Sequence[Plane], num_blocks: int) -> None:
