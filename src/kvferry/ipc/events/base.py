@@ -96,9 +96,15 @@ class EventRing(ABC):
         return self._pool.closed
 
     def close(self) -> None:
-        """End the ring: the peer is done with all of it, or dead; idempotent. Signals under way still land."""
-        if self._pool.close():
-            self._gate.wait_until_empty(_CLOSE_TIMEOUT_S)
+        """End the ring: the peer is done with all of it, or dead; idempotent. Signals under way still land.
+
+        Raises
+        ------
+        DeadlineError
+            Calls of other threads did not end; what the ring holds is given back by a later `close`.
+        """
+        self._pool.close()
+        if self._gate.last_one_out(_CLOSE_TIMEOUT_S):
             self._close()
 
     def __enter__(self) -> Self:
@@ -186,11 +192,16 @@ class PeerEvents(ABC):
         self._end("the other process died before it signalled: its events were abandoned")
 
     def close(self) -> None:
-        """Give back what was opened; idempotent. No stream may still be waiting."""
+        """Give back what was opened; idempotent. No stream may still be waiting.
+
+        Raises
+        ------
+        DeadlineError
+            Calls of other threads did not end; a later `close` gives back what was opened.
+        """
         with self._lock:
-            closed, self._ended = self._ended == _CLOSED, _CLOSED
-        if not closed:
-            self._gate.wait_until_empty(_CLOSE_TIMEOUT_S)
+            self._ended = _CLOSED
+        if self._gate.last_one_out(_CLOSE_TIMEOUT_S):
             self._close()
 
     @property

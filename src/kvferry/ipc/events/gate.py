@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Gate:
-    """`with gate:` around each call; `wait_until_empty` before what the calls use is destroyed.
+    """`with gate:` around each call; `last_one_out` before what the calls use is destroyed.
 
     Who closes first makes new calls fail by themselves, then waits here for those inside. Any number may be inside.
     """
@@ -21,6 +21,7 @@ class Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside = 0
+        self._was_last_out = False
 
     def __enter__(self) -> None:
         with self._changed:
@@ -34,8 +35,8 @@ class Gate:
             if not self._inside:
                 self._changed.notify_all()
 
-    def wait_until_empty(self, timeout_s: float) -> None:
-        """Block until no call is inside.
+    def last_one_out(self, timeout_s: float) -> bool:
+        """Block until no call is inside; True for exactly one caller, who destroys what the calls used.
 
         Raises
         ------
@@ -49,3 +50,5 @@ class Gate:
                 if remaining <= 0:
                     raise DeadlineError(f"{self._inside} calls of other threads did not end within {timeout_s} s")
                 self._changed.wait(remaining)
+            first, self._was_last_out = not self._was_last_out, True
+        return first

@@ -135,12 +135,11 @@ class SlotPool:
                 self._released.append(ticket.slot)
                 self._changed.notify()
 
-    def close(self) -> bool:
-        """Refuse everything from now on, wake who waits; whether this was the first call."""
+    def close(self) -> None:
+        """Refuse everything from now on, wake who waits. Idempotent."""
         with self._changed:
-            first, self._closed = not self._closed, True
+            self._closed = True
             self._changed.notify_all()
-        return first
 
     @property
     def closed(self) -> bool:
