@@ -15,10 +15,18 @@ from kvferry.client.jobs import Job, RetrieveResult, StoreResult, int32_ids
 from kvferry.client.keys import RequestKeys
 from kvferry.client.storages import Nonces, prepare_storages
 from kvferry.client.url import socket_path
-from kvferry.errors import BlockIdError, DeadlineError, LayoutError, RequestError, ServerGoneError, ShareError
+from kvferry.errors import (
+    BlockIdError,
+    DeadlineError,
+    LayoutError,
+    ProtocolError,
+    RequestError,
+    ServerGoneError,
+    ShareError,
+)
 from kvferry.ipc import IPCPolicy
 from kvferry.layout import KeyContext, chain_hashes
-from kvferry.protocol.messages import Error, Proof, Register, Retrieved, Stored
+from kvferry.protocol.messages import Error, Pong, Proof, Register, Reply, Retrieved, Stored
 from serving.engine_side import CHUNK_TOKENS, prompt
 from serving.process import Stage
 
@@ -142,31 +150,64 @@ def test_keys_are_remembered_and_made_anew_when_tokens_change() -> None:
     keys.forget("c")
 
 
+def test_remembered_keys_are_bounded_in_bytes_too() -> None:
+    keys = RequestKeys(max_bytes=3 * (4 * 640 + 10 * 32))
+    for name in "abcd":
+        keys.keys(name, prompt(1, 640), 64, KeyContext())
+        keys.keys(name, prompt(1, 640), 64, KeyContext())
+    assert list(keys._chains) == ["b", "c", "d"]
+    keys.forget("c")
+    keys.keys("e", prompt(1, 640), 64, KeyContext())
+    assert list(keys._chains) == ["b", "d", "e"]
+    keys.keys("large", prompt(1, 64_000), 64, KeyContext())
+    assert list(keys._chains) == ["large"]
+    keys.keys("small", prompt(1, 64), 64, KeyContext())
+    assert list(keys._chains) == ["small"]
+
+
 def test_a_job_ends_once_and_tells_how() -> None:
-    good = Job[StoreResult]([1, 2])
+    good = Job[StoreResult]([1, 2], Stored)
     with pytest.raises(DeadlineError, match="still going on"):
         good.wait(0.01)
     good.end(Stored(1, 1, 2, 3))
     assert (good.wait(), good.error, good.failed_block_ids) == (StoreResult(1, 2, 3), None, ())
     assert good.cancel() is False
-    bad = Job[RetrieveResult]([4, 5])
+    bad = Job[RetrieveResult]([4, 5], Retrieved)
     bad.end(Error(1, "lease", "gone", np.array([5], dtype="<i4").tobytes()))
     assert bad.failed_block_ids == (5,)
     with pytest.raises(RequestError, match=r"gone \[lease\]"):
         bad.wait()
     assert bad.cancel() is True
-    lost = Job[RetrieveResult]([4, 5])
+    lost = Job[RetrieveResult]([4, 5], Retrieved)
     lost.end(ServerGoneError("gone"))
     assert lost.failed_block_ids == (4, 5)
     with pytest.raises(ServerGoneError):
         lost.wait()
-    whole = Job[RetrieveResult]([4])
+    whole = Job[RetrieveResult]([4], Retrieved)
     whole.end(Retrieved(1, 1))
     assert whole.wait() == RetrieveResult(1)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Error(1, "lease", "gone", b"abc"),
+        Error(1, "lease", "gone", np.array([6], dtype="<i4").tobytes()),
+        Stored(1, 1, 0, 0),
+        Retrieved(1, -1),
+        Pong(1),
+    ],
+)
+def test_a_job_ends_also_by_an_answer_that_makes_no_sense(answer: Reply) -> None:
+    job = Job[RetrieveResult]([4, 5], Retrieved)
+    job.end(answer)
+    with pytest.raises(ProtocolError):
+        job.wait(0)
+    assert job.failed_block_ids == (4, 5)
+
+
 def test_a_cancel_that_is_not_confirmed_says_so() -> None:
-    job = Job[StoreResult]([1])
+    job = Job[StoreResult]([1], Stored)
     asked: list[bool] = []
     job.bind(lambda: asked.append(True))
     with pytest.raises(DeadlineError, match="has not confirmed"):

@@ -18,7 +18,7 @@ from kvferry.errors import BlockIdError, KVFerryError
 from kvferry.ipc.policy import IPCPolicy
 from kvferry.layout import KeyContext, LayoutHints, chain_hashes, chunk_tokens_for
 from kvferry.protocol import messages
-from kvferry.protocol.messages import Attached, Found, Pong, StatsReply
+from kvferry.protocol.messages import Attached, Found, Pong, Retrieved, StatsReply, Stored
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -120,9 +120,10 @@ class CacheClient:
         if registration is None:
             return
         unregister(self._link, self._timeout_s)
+        registration.close()  # where that fails, another call can try again
         with self._lock:
-            self._registration, self._engine_id, self._chunk_tokens = None, None, 0
-        registration.close()
+            if self._registration is registration:
+                self._registration, self._engine_id, self._chunk_tokens = None, None, 0
 
     def attach(self, engine_id: str) -> bool:
         """Look up for an engine whose workers register elsewhere; whether all its ranks are there yet.
@@ -162,7 +163,7 @@ class CacheClient:
             self._link.send(messages.Release(lease_id), self._timeout_s)
 
     def end_request(self, request_id: str) -> None:
-        """Forget what is remembered of a request's tokens; saves memory only. Idempotent."""
+        """Forget what is remembered of a request's tokens; saves memory only, which is bounded without. Idempotent."""
         with self._lock:
             self._keys.forget(request_id)
 
@@ -190,7 +191,7 @@ class CacheClient:
         ids = int32_ids(block_ids)[:needed]
         start = start_token // registration.name.chunk_tokens
 
-        job = Job[StoreResult](ids.tolist())
+        job = Job[StoreResult](ids.tolist(), Stored)
         start_job(
             job,
             self._link,
@@ -224,7 +225,7 @@ class CacheClient:
             raise BlockIdError(f"skip_tokens is {skip_tokens}; only whole blocks of {block_size} tokens can be skipped")
         ids = int32_ids(block_ids)
 
-        job = Job[RetrieveResult](ids[skip:].tolist())
+        job = Job[RetrieveResult](ids[skip:].tolist(), Retrieved)
         start_job(
             job,
             self._link,

@@ -1,4 +1,4 @@
-"""Connecting to a cache server: socket, greeting, and a handle on the server's process."""
+"""Connecting to a cache server: socket and greeting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from kvferry.errors import DeadlineError, ProtocolError, RequestError, ServerGon
 from kvferry.protocol.framing import encode_frame, receive, reply_reader, send_within
 from kvferry.protocol.messages import OLDEST_VERSION, PROTOCOL_VERSION, Error, Hello, Welcome
 
-SO_PEERPIDFD = 77  # Linux 6.5; the number is the kernel's
 _KNOCK_AGAIN_S = 0.005
 
 
@@ -63,13 +62,3 @@ def greet(sock: socket.socket, timeout_s: float) -> bytes:
     if not isinstance(frame.message, Welcome):
         raise ProtocolError(f"the server answered the greeting with {type(frame.message).__name__}")
     return frame.message.incarnation
-
-
-def server_pidfd(sock: socket.socket) -> int | None:
-    """A descriptor that tells when the server's process has ended; None where this kernel or namespace has none."""
-    with contextlib.suppress(OSError):
-        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    pid = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], "little", signed=True)
-    with contextlib.suppress(OSError):
-        return os.pidfd_open(pid) if pid > 0 else None
-    return None

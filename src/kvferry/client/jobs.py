@@ -43,10 +43,12 @@ class Job(Generic[_T]):
     Once it is done the server neither reads nor writes its blocks any more, whether it went well or not.
     """
 
-    def __init__(self, block_ids: Sequence[int]) -> None:
+    def __init__(self, block_ids: Sequence[int], expected: type[Stored] | type[Retrieved]) -> None:
         self._block_ids = tuple(block_ids)
+        self._expected = expected
         self._ask_to_stop: Callable[[], None] | None = None
         self._done = threading.Event()
+        self._lock = threading.Lock()  # one answer ends it
         self._result: _T | None = None
         self._error: KVFerryError | None = None
         self._failed: tuple[int, ...] = ()
@@ -99,21 +101,35 @@ class Job(Generic[_T]):
         self._ask_to_stop = ask_to_stop
 
     def end(self, answer: Answer) -> None:
-        """The server's answer, or why there is none; called once, by the reader's thread."""
-        if isinstance(answer, Stored):
-            self._result = StoreResult(answer.num_stored, answer.num_present, answer.num_skipped)  # type: ignore[assignment]
-        elif isinstance(answer, Retrieved):
-            self._result = RetrieveResult(answer.num_chunks)  # type: ignore[assignment]
-        elif isinstance(answer, Error):
-            self._error = RequestError(answer.code, answer.text)
-            self._failed = tuple(np.frombuffer(answer.failed_blocks, dtype="<i4").tolist()) or self._block_ids
-        elif isinstance(answer, KVFerryError):
-            self._error = answer
-            self._failed = self._block_ids
-        else:
-            self._error = ProtocolError(f"the server answered a job with {type(answer).__name__}")
-            self._failed = self._block_ids
-        self._done.set()
+        """The server's answer, or why there is none; only the first counts."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            if isinstance(answer, self._expected) and min(_numbers(answer)) >= 0:
+                kind = StoreResult if isinstance(answer, Stored) else RetrieveResult
+                self._result = kind(*_numbers(answer))  # type: ignore[assignment]
+            else:
+                self._error, self._failed = self._failure(answer)
+            self._done.set()
+
+    def _failure(self, answer: Answer) -> tuple[KVFerryError, tuple[int, ...]]:
+        """Why it failed, and for which blocks: for all of them where the answer does not make sense."""
+        if isinstance(answer, KVFerryError):
+            return answer, self._block_ids
+        if not isinstance(answer, Error):
+            return ProtocolError(f"the server answered a job with {answer!r:.200}"), self._block_ids
+        data = answer.failed_blocks
+        failed = tuple(np.frombuffer(data, dtype="<i4").tolist()) if len(data) % 4 == 0 else None
+        if failed is None or not set(failed) <= set(self._block_ids):
+            text = f"the server failed a job ({answer.text} [{answer.code}]), but for what are not blocks of it"
+            return ProtocolError(text), self._block_ids
+        return RequestError(answer.code, answer.text), failed or self._block_ids
+
+
+def _numbers(answer: Stored | Retrieved) -> tuple[int, ...]:
+    if isinstance(answer, Stored):
+        return answer.num_stored, answer.num_present, answer.num_skipped
+    return (answer.num_chunks,)
 
 
 def start_job(
@@ -133,8 +149,10 @@ def start_job(
     ticket = ring.record(stream, timeout_s)
 
     def on_answer(answer: Answer) -> None:
-        ring.release(ticket)
-        job.end(answer)
+        try:
+            ring.release(ticket)
+        finally:
+            job.end(answer)
 
     try:
         seq = link.expect(on_answer)

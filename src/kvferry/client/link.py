@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import itertools
 import os
 import queue
 import select
 import socket
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvferry.client.handshake import connect, greet, server_pidfd
+from kvferry.client.forks import tell_after_fork
+from kvferry.client.handshake import connect, greet
+from kvferry.client.process import ServerProcess
 from kvferry.client.waiting import Answer, OnAnswer, Waiting
 from kvferry.errors import DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
 from kvferry.protocol.framing import encode_request, receive, reply_reader, send_within
 from kvferry.protocol.messages import Closed, Error, Message
 
 _IDLE_MS = 1000
-_ASK_AGAIN_S = 0.5
-_GREETING_S = 2.0
-_NO_PIDFD_S = 30.0  # how long a server that nobody can watch may take to end after its socket has closed
 
 _R = TypeVar("_R", bound=Message)
 
@@ -77,14 +74,14 @@ class Link:
     def __init__(self, path: str, timeout_s: float) -> None:
         self._path = path
         self._socket = connect(path, timeout_s)
+        self._server = ServerProcess(self._socket)  # before it answers, so that it is the one that does
         try:
             self.incarnation = greet(self._socket, timeout_s)
         except BaseException:
             self._socket.close()
+            self._server.close()
             raise
-        self._server_pidfd = server_pidfd(self._socket)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._seqs = itertools.count(1)
         self._waiting = Waiting()
         self._frames = reply_reader()
         self._read_lock = threading.Lock()  # guards the frames
@@ -94,7 +91,7 @@ class Link:
         self._fd_lock = threading.Lock()  # guards the closing of the descriptors; held for a moment only
         self._forked = False
         self._reader = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
-        os.register_at_fork(after_in_child=_ForkHook(self))
+        tell_after_fork(self)
         self._reader.start()
 
     @property
@@ -106,7 +103,7 @@ class Link:
     def conversation(self) -> Iterator[Conversation]:
         """A new seq, and the replies to it while the body runs."""
         self._check()
-        talk = Conversation(self, next(self._seqs))
+        talk = Conversation(self, self._waiting.next_seq())
         self._waiting.add_talk(talk.seq, talk.answers.put)
         try:
             yield talk
@@ -127,7 +124,7 @@ class Link:
         copies stop).
         """
         self._check()
-        seq = next(self._seqs)
+        seq = self._waiting.next_seq()
         self._waiting.add_job(seq, on_answer)
         return seq
 
@@ -193,8 +190,7 @@ class Link:
         self._socket.close()
         self._frames.close()
         os.close(self._wake_fd)
-        if self._server_pidfd is not None:
-            os.close(self._server_pidfd)
+        self._server.close()
 
     def _check(self) -> None:
         if self._forked:
@@ -202,29 +198,44 @@ class Link:
         if self._gone is not None:
             raise self._gone
 
-    def _hang_up(self, why: str) -> None:
-        """Say nothing more; the server may still have something to say."""
-        self._gone = self._gone or ServerGoneError(f"no connection to the server at {self._path}: {why}")
+    def _hang_up(self, why: str) -> ServerGoneError:
+        """Say nothing more; the server may still have something to say. Why the link ended."""
+        gone = self._gone = self._gone or ServerGoneError(f"no connection to the server at {self._path}: {why}")
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         with self._fd_lock:
             if self._socket.fileno() >= 0:
                 os.eventfd_write(self._wake_fd, 1)
+        return gone
 
     def _run(self) -> None:
-        """The reader's thread."""
+        """The reader's thread: whatever happens in it, the link ends and everybody who waits is told."""
+        try:
+            self._read_until_gone()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the jobs must end
+            self._hang_up(f"reading failed: {error!r}")
+        finally:
+            gone = self._gone or self._hang_up("the reader was stopped")
+            try:
+                if self._waiting.fail(gone, jobs_too=False):
+                    self._wait_for_copies_to_stop()
+            finally:
+                self._waiting.fail(gone, jobs_too=True)
+                with self._read_lock, self._send_lock, self._fd_lock:
+                    self._close_fds()
+
+    def _read_until_gone(self) -> None:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         poller.register(self._wake_fd, select.POLLIN)
+        self._server.watch(poller)
         while self._gone is None:
-            poller.poll(_IDLE_MS)
+            ready = poller.poll(_IDLE_MS)
+            if ready and all(fd not in (self._socket.fileno(), self._wake_fd) for fd, _ in ready):
+                self._hang_up("the server's process ended")  # and another that it forked holds the socket
+                return
             with self._read_lock:
                 self._read_some()
-        if self._waiting.fail(self._gone, jobs_too=False):
-            self._wait_for_copies_to_stop()
-            self._waiting.fail(self._gone, jobs_too=True)
-        with self._read_lock, self._send_lock, self._fd_lock:
-            self._close_fds()
 
     def _read_some(self) -> None:
         """Take in what has come; notes it where that is the end. Needs the read lock."""
@@ -245,51 +256,31 @@ class Link:
                 self._waiting.deliver(frame.message)
         except BlockingIOError:
             return
-        except ProtocolError as error:
-            self._frames.close()
-            self._frames = reply_reader()  # what comes now is garbage too, but its end says something
-            self._hang_up(f"the server broke the protocol: {error}")
         except OSError as error:
             self._heard = _Heard.ALL
             self._hang_up(f"the server went away: {error}")
+        except BaseException as error:
+            self._frames.close()
+            self._frames = reply_reader()  # what comes now may be garbage, but its end says something
+            what = "the server broke the protocol" if isinstance(error, ProtocolError) else "taking in an answer failed"
+            self._hang_up(f"{what}: {error}")
+            if not isinstance(error, Exception):  # an interrupt, in a caller's thread
+                raise
 
     def _wait_for_copies_to_stop(self) -> None:
         """Return once the server neither reads nor writes our memory any more, or its process is gone.
 
         A server that lives hangs up when its copies for us have stopped, and mostly says goodbye before. One that hung
-        up and does not answer may be dying.
+        up without may be dying.
         """
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        if self._server_pidfd is not None:
-            poller.register(self._server_pidfd, select.POLLIN)
+        self._server.watch(poller)
         while self._heard is _Heard.SOME:
-            if any(fd == self._server_pidfd for fd, _ in poller.poll(_IDLE_MS)):
+            poller.poll(_IDLE_MS)
+            if self._server.is_gone():
                 return
             with self._read_lock:
                 self._read_some()
-        poller.unregister(self._socket)
-        give_up_at = None if self._server_pidfd is not None else time.monotonic() + _NO_PIDFD_S
-        while self._heard is not _Heard.GOODBYE and not self._same_server_answers():
-            if poller.poll(_ASK_AGAIN_S * 1e3) or (give_up_at is not None and time.monotonic() > give_up_at):
-                return
-
-    def _same_server_answers(self) -> bool:
-        """Whether the very server that hung up still takes connections."""
-        try:
-            with connect(self._path, _GREETING_S) as sock:
-                return greet(sock, _GREETING_S) == self.incarnation
-        except (KVFerryError, OSError):
-            return False
-
-
-class _ForkHook:
-    """Runs in forked children; holds its link weakly, since such hooks cannot be taken back."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = weakref.ref(link)
-
-    def __call__(self) -> None:
-        link = self._link()
-        if link is not None:
-            link.after_fork()
+        if self._heard is _Heard.ALL:
+            self._server.wait_until_it_cannot_copy()

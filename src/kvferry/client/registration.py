@@ -49,8 +49,10 @@ class Registration:
 
     def close(self) -> None:
         """Stop exporting memory and events. Idempotent."""
-        self.ring.close()
-        self.storages.close()
+        try:
+            self.ring.close()
+        finally:
+            self.storages.close()
 
 
 def register(link: Link, name: RankName, storages: Storages, *, isolated_ipc: bool, timeout_s: float) -> Registration:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
 from collections.abc import Callable
 
@@ -10,6 +12,7 @@ from kvferry.protocol.messages import Reply
 
 Answer = Reply | KVFerryError
 OnAnswer = Callable[[Answer], None]
+_LOG = logging.getLogger(__name__)
 
 
 class Waiting:
@@ -23,6 +26,11 @@ class Waiting:
         self._talks: dict[int, OnAnswer] = {}
         self._jobs: dict[int, OnAnswer] = {}
         self._ended: KVFerryError | None = None
+        self._seqs = itertools.count(1)
+
+    def next_seq(self) -> int:
+        """A number that no request has had."""
+        return next(self._seqs)
 
     def add_talk(self, seq: int, on_answer: OnAnswer) -> None:
         """Give all replies to `seq` to `on_answer`. Raises what the connection ended with, where it has."""
@@ -43,14 +51,17 @@ class Waiting:
             self._jobs.pop(seq, None)
 
     def deliver(self, reply: Reply) -> None:
-        """Give a reply to who waits for it; one that nobody waits for is dropped."""
+        """Give a reply to who waits for it; one that nobody waits for is dropped.
+
+        A job that could not take its reply is still waiting, and the error goes to the caller, who ends the connection.
+        """
         seq = getattr(reply, "seq", 0)
         with self._lock:
-            on_answer = self._talks.get(seq)
-            if on_answer is None:
-                on_answer = self._jobs.pop(seq, None)
+            on_answer = self._talks.get(seq) or self._jobs.get(seq)
         if on_answer is not None:
             on_answer(reply)
+            with self._lock:
+                self._jobs.pop(seq, None)
 
     def fail(self, error: KVFerryError, *, jobs_too: bool) -> bool:
         """The connection has ended: tell all talks, the jobs only with `jobs_too`. Whether any are left."""
@@ -62,7 +73,10 @@ class Waiting:
                 self._jobs.clear()
             left = bool(self._jobs)
         for on_answer in failed:
-            on_answer(error)
+            try:
+                on_answer(error)
+            except Exception:  # noqa: BLE001 - the others are told all the same
+                _LOG.exception("an answer could not be delivered")
         return left
 
     def _check(self) -> None:
