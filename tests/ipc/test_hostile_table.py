@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import subprocess
 import sys
@@ -56,51 +57,54 @@ def test_without_a_thread_that_unmaps_nothing_is_mapped_and_the_next_tries_again
     table.drain(5)
 
 
-def _revive_while_released(table: MappingTable) -> threading.Thread:
-    """Release KEY's mapping while the unmapper is busy with another, and take it into use again a moment later."""
-    busy, go_on = threading.Event(), threading.Event()
+@contextlib.contextmanager
+def _revived_while_released(table: MappingTable) -> Iterator[None]:
+    """Release KEY's mapping while the unmapper is busy with another; it is in use again a moment later, to the end."""
+    busy, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
     def slow_close() -> None:
         busy.set()
-        assert go_on.wait(10)
+        assert go_on.wait(30)
 
     other = table.acquire(KEY._replace(handle=b"o" * 64), lambda: Opened(2, 2, slow_close))
     held = table.acquire(KEY, nothing)
     other.release()
-    assert busy.wait(10)
+    assert busy.wait(30)
     held.release()
 
     def revive() -> None:
         time.sleep(0.2)
         again = table.acquire(KEY, nothing)
         go_on.set()
-        time.sleep(1.5)
+        assert ended.wait(50)
         again.release()
 
     thread = threading.Thread(target=revive)
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(10)
 
 
 def test_drain_does_not_wait_for_what_is_in_use_again(table: MappingTable) -> None:
     busy = table.acquire(KEY._replace(handle=b"z" * 64), nothing)
-    thread = _revive_while_released(table)
-    with table._lock:  # KEY is looked at first
-        table._entries = dict(sorted(table._entries.items()))
-    began = time.monotonic()
-    table.drain(10)
-    assert time.monotonic() - began < 1.2
+    with _revived_while_released(table):
+        with table._lock:  # KEY is looked at first
+            table._entries = dict(sorted(table._entries.items()))
+        began = time.monotonic()
+        table.drain(40)
+        assert time.monotonic() - began < 30  # not by its deadline
     busy.release()
-    thread.join(10)
 
 
 def test_who_waits_for_a_stale_mapping_is_told_when_it_is_in_use_again(table: MappingTable) -> None:
-    thread = _revive_while_released(table)
-    began = time.monotonic()
-    with pytest.raises(StaleHandleError):
-        table.acquire(KEY._replace(buffer_id=8), nothing, timeout_s=10)
-    assert time.monotonic() - began < 1.2
-    thread.join(10)
+    with _revived_while_released(table):
+        began = time.monotonic()
+        with pytest.raises(StaleHandleError):
+            table.acquire(KEY._replace(buffer_id=8), nothing, timeout_s=40)
+        assert time.monotonic() - began < 30  # not by its deadline
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError, GeneratorExit])
