@@ -118,6 +118,7 @@ class FakeWork(FakeVmm):
         self.kernels: dict[str, Kernel] = {}
         self._names: dict[int, str] = {}
         self._streams: dict[int, FakeStream] = {}
+        self._destroyed: list[FakeStream] = []  # their work still runs, as the real driver's does
         self._defaults: dict[int, FakeStream] = {}
         self._events: dict[int, FakeEvent] = {}
         self._handles = itertools.count(0x5000)
@@ -145,9 +146,16 @@ class FakeWork(FakeVmm):
 
     def do_cuCtxSynchronize(self) -> None:
         device = self.device()
-        for stream in (*list(self._streams.values()), *list(self._defaults.values())):
+        with self.lock:
+            streams = [*self._streams.values(), *self._defaults.values(), *self._destroyed]
+        for stream in streams:
             if stream.device == device:
                 stream.wait_idle()
+
+    def do_cuMemFree_v2(self, address: int) -> None:
+        """Waits for the device first, as the real one does: no work in flight meets memory that is gone."""
+        self.do_cuCtxSynchronize()
+        super().do_cuMemFree_v2(address)
 
     def do_cuStreamCreateWithPriority(self, place: Any, flags: int, priority: int) -> None:
         del flags, priority
@@ -156,8 +164,11 @@ class FakeWork(FakeVmm):
         put(place, handle)
 
     def do_cuStreamDestroy_v2(self, handle: int) -> None:
-        self.stream(handle).stop()
-        del self._streams[handle]
+        stream = self.stream(handle)
+        stream.stop()
+        with self.lock:
+            del self._streams[handle]
+            self._destroyed = [gone for gone in self._destroyed if not gone.idle()] + [stream]
 
     def do_cuStreamSynchronize(self, handle: int) -> None:
         self.stream(handle).wait_idle()
