@@ -38,10 +38,18 @@ def register(client: CacheClient, **changes: Any) -> torch.Tensor:
     return cache
 
 
+def _all_stopped(pid: int) -> bool:
+    """Whether every thread of the process is in state T."""
+    states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return bool(states) and set(states) == {"T"}
+
+
 @contextlib.contextmanager
 def frozen(server: Side) -> Iterator[None]:
+    """The signal returns before all threads have stopped; the body begins only then."""
     os.kill(server.pid, signal.SIGSTOP)
     try:
+        eventually(lambda: _all_stopped(server.pid))
         yield
     finally:
         os.kill(server.pid, signal.SIGCONT)
