@@ -92,6 +92,7 @@ def test_a_killed_server_ends_all_jobs_and_calls_at_once(stage: Stage) -> None:
         client.store(TOKENS, BLOCKS).wait(10)
         lease = client.lookup("r", TOKENS).lease_id
         os.kill(stage.server.pid, signal.SIGSTOP)
+        eventually(lambda: _all_stopped(stage.server.pid))
         jobs: list[Any] = [client.retrieve(lease, BLOCKS), client.store(prompt(3, CHUNK_TOKENS), [0, 1, 2, 3])]
         started = time.monotonic()
         stage.server.kill()
