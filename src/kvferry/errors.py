@@ -15,6 +15,11 @@ KVFerryError
 |-- CopyCancelled               a copy stopped early because it was asked to
 |-- DeadlineError               (TimeoutError) a wait ended without what it waited for
 |-- ProtocolError               a peer broke the protocol; the session ends
+|-- TierError                   a lower tier (disk, remote) failed one chunk
+|   |-- ChunkMissingError       it does not have the chunk (any more)
+|   |-- ChunkCorruptError       what it has is torn, damaged, or another chunk
+|   |-- TierFullError           it has no room
+|   `-- TierUnavailableError    it cannot be reached, or did not answer in time
 |-- RequestError                the server refused one request; `code` says why, the session goes on
 `-- ServerGoneError             (ConnectionError) no server, or it went away
 """
@@ -93,6 +98,26 @@ class DeadlineError(KVFerryError, TimeoutError):
 
 class ProtocolError(KVFerryError):
     """A peer sent what the protocol does not allow; its session ends."""
+
+
+class TierError(KVFerryError):
+    """A lower tier of the cache failed to keep, or to give back, one chunk."""
+
+
+class ChunkMissingError(TierError):
+    """The tier does not have the chunk, or not any more."""
+
+
+class ChunkCorruptError(TierError):
+    """What the tier has under the chunk's name is torn, damaged, or another chunk."""
+
+
+class TierFullError(TierError):
+    """The tier has no room for the chunk."""
+
+
+class TierUnavailableError(TierError):
+    """The tier cannot be reached or used at present, or did not answer in time."""
 
 
 class RequestError(KVFerryError):

@@ -16,10 +16,13 @@ from kvferry.ipc.events import Ticket
 from kvferry.ipc.fds import BATCH_FDS
 from kvferry.layout import HASH_BYTES, KVLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2  # 2: tokens, prefetch, clear, waiting lookups, probes
 OLDEST_VERSION = 1
 MAX_FDS_A_BATCH = BATCH_FDS
 NONCE_BYTES = 64
+TOKEN_NONCE_BYTES = 32
+MAC_BYTES = 32
+MAX_WAIT_S = 60.0
 NO_SEQ = 0  # in an Error: it answers no request in particular
 KEY_BYTES = HASH_BYTES
 BLOCK_ID_BYTES = 4
@@ -43,26 +46,49 @@ class Message(msgspec.Struct, frozen=True, tag_field="type", tag=_tag):
 
 
 class Hello(Message, frozen=True):
-    """The first frame of a client: the versions that it speaks, `oldest` to `version`."""
+    """The first frame of a client: the versions that it speaks, `oldest` to `version`.
+
+    Who has a token names it, and gives a nonce; the server then answers with a Challenge.
+    """
 
     version: Count
     oldest: Count
-    client: str = ""
+    client: Annotated[str, Meta(max_length=512)] = ""
+    token_name: Annotated[str, Meta(max_length=512)] = ""
+    nonce: Annotated[bytes, Meta(max_length=TOKEN_NONCE_BYTES)] = b""
+
+
+class Challenge(Message, frozen=True):
+    """The server's nonce: prove that you have the token."""
+
+    nonce: bytes
+
+
+class Prove(Message, frozen=True):
+    """A MAC over both nonces under the token, which itself is never sent."""
+
+    mac: Annotated[bytes, Meta(min_length=MAC_BYTES, max_length=MAC_BYTES)]
 
 
 class Welcome(Message, frozen=True):
-    """The answer: the version that is spoken from here on. `incarnation` is new with every start of the server."""
+    """The answer: the version that is spoken from here on. `incarnation` is new with every start of the server.
+
+    `mac` is the server's own proof of the token. Where `heartbeat_s` is above 0, each side sends something at least
+    that often, and takes the other for gone after three times as long.
+    """
 
     version: int
     incarnation: bytes
+    mac: bytes = b""
+    heartbeat_s: float = 0.0
 
 
 class Register(Message, frozen=True):
     """A rank gives its KV cache: `layout` over the storages that `wrappers` describe, one device for all.
 
     Once that is acknowledged come `num_fds` descriptors of the wrappers and `num_event_fds` of the events, in that
-    order, in FdBatch frames of which each is acknowledged before the next. Each storage starts with a nonce at that
-    time (see Proof).
+    order, in FdBatch frames of which each is acknowledged before the next. The server shows that it maps this memory by
+    what it reads at `probes`, one offset in bytes a storage (each storage's start where there are none; see Proof).
     """
 
     seq: Seq
@@ -77,6 +103,7 @@ class Register(Message, frozen=True):
     num_fds: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     events: bytes = b""
     num_event_fds: Annotated[int, Meta(ge=0, le=MAX_FDS_A_BATCH)] = 0
+    probes: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...], Meta(max_length=1 << 16)] = ()
 
 
 class FdBatch(Message, frozen=True):
@@ -94,7 +121,7 @@ class FdAck(Message, frozen=True):
 
 
 class Proof(Message, frozen=True):
-    """What the server reads at the start of each storage through its own mapping, up to 64 bytes each."""
+    """What the server reads at the probes, or at the start of each storage, through its own mapping: up to 64 bytes."""
 
     seq: int
     nonces: tuple[bytes, ...]
@@ -144,23 +171,62 @@ class Attached(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """How long a prefix of the chain `keys` do all ranks have? Pins it for `request_id`."""
+    """How long a prefix of the chain `keys` do all ranks have? Pins it for `request_id`.
+
+    What only lower tiers have begins to be loaded. The answer comes when that has ended, or after `wait_s`.
+    """
 
     seq: Seq
     request_id: Name
     keys: Keys
+    wait_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0
 
 
 class Found(Message, frozen=True):
     """`tokens` of the prompt, held under `lease_id` (0 where there are none).
 
     `chunk_tokens` are those of the engine now, 0 while it is not ready; keys of chunks of another size find nothing.
+    Up to `coming` tokens more are being loaded from lower tiers: ask again.
     """
 
     seq: int
     tokens: int
     lease_id: int
     chunk_tokens: int = 0
+    coming: int = 0
+
+
+class Prefetch(Message, frozen=True):
+    """Load what lower tiers have of the chain `keys` into memory, for all ranks; promises nothing."""
+
+    seq: Seq
+    keys: Keys
+
+
+class Prefetched(Message, frozen=True):
+    """`tokens` are in memory now, up to `coming` more on their way."""
+
+    seq: int
+    tokens: int
+    coming: int
+
+
+class Clear(Message, frozen=True):
+    """Forget the chain `keys` from `start_chunk` on and all that hangs from it; with no keys, all of the engine.
+
+    It is gone for lookups at once, in all tiers; what a lease holds is delivered still.
+    """
+
+    seq: Seq
+    keys: Keys = b""
+    start_chunk: Count = 0
+
+
+class Cleared(Message, frozen=True):
+    """So many chunks of all ranks were in memory and are forgotten."""
+
+    seq: int
+    num_chunks: int
 
 
 class Release(Message, frozen=True):
@@ -261,12 +327,15 @@ class Closed(Message, frozen=True):
 
 Request = (
     Hello
+    | Prove
     | Register
     | FdBatch
     | Confirm
     | Unregister
     | Attach
     | Lookup
+    | Prefetch
+    | Clear
     | Release
     | Store
     | Retrieve
@@ -276,12 +345,15 @@ Request = (
 )
 Reply = (
     Welcome
+    | Challenge
     | FdAck
     | Proof
     | Registered
     | Unregistered
     | Attached
     | Found
+    | Prefetched
+    | Cleared
     | Stored
     | Retrieved
     | StatsReply
