@@ -23,6 +23,12 @@ from kvferry.cli.demo_view import show_result
 from kvferry.cli.main import app
 
 COMMAND = [sys.executable, "-m", "kvferry", "demo", "--device", "cpu", "--prompt-tokens", "200", "--new-tokens", "8"]
+# Where the tests run in the background of a shell, SIGINT is ignored, and children would inherit that.
+INTERRUPTIBLE = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 PROMISED = {
     "tokens_equal": bool,
     "control_equal": bool,
@@ -72,7 +78,12 @@ def test_json_has_the_promised_fields_and_the_promise_holds() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_child_and_no_file_survives_an_interruption(number: signal.Signals, tmp_path: pathlib.Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(COMMAND, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as demo:
+    with subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTIBLE, *COMMAND],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    ) as demo:
         try:
             _wait_for(lambda: len(_descendants(demo.pid)) >= 2)
             children = _descendants(demo.pid)

@@ -19,6 +19,7 @@ class Server:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
         self._listener.listen()
+        self._threads: list[threading.Thread] = []
         self.peer: socket.socket | None = None
 
     def greet(self, *messages: Message) -> threading.Thread:
@@ -27,11 +28,15 @@ class Server:
         def run() -> None:
             if self.peer is not None:
                 self.peer.close()
-            self.peer, _ = self._listener.accept()
+            try:
+                self.peer, _ = self._listener.accept()
+            except OSError:
+                return  # closed, and nobody had come
             for message in messages:
                 self.peer.sendall(encode_frame(message))
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, name="link-server", daemon=True)
+        self._threads.append(thread)
         thread.start()
         return thread
 
@@ -40,6 +45,9 @@ class Server:
         self.peer.close()
 
     def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes a thread that accepts, which closing alone does not
+        for thread in self._threads:
+            thread.join(10)
         self._listener.close()
         if self.peer is not None:
             self.peer.close()
