@@ -11,7 +11,7 @@ import sys
 
 SOURCE = pathlib.Path(__file__).parents[1] / "src" / "kvferry"
 PARTS = sorted(p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__")
-OPEN_TO_ALL = {"errors", "config"}
+OPEN_TO_ALL = {"errors", "config", "settings"}
 
 MAY_IMPORT = {
     "cuda": set(),

@@ -1,51 +1,218 @@
-"""The configuration of the cache server: built once, checked when made, passed down whole."""
+"""The configuration of the cache server: built once, checked when made, passed down whole.
+
+Each field carries its `Setting`, from which flags, environment variables, keys of the TOML file and the table in
+docs/cache-server.md come. There is no second list.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from kvferry.settings import (
+    METADATA,
+    Kind,
+    Setting,
+    are_options,
+    are_quotas,
+    choice,
+    is_host_port,
+    is_remote_url,
+    path,
+    seconds,
+)
 
 DEVICES = ("auto", "cpu", "cuda")
+WRITE_POLICIES = ("write-through", "write-back")
+LOG_FORMATS = ("text", "json")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAX_PATH_BYTES = 107  # what a Unix socket's address holds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How one cache server runs.
+    """How one cache server runs. What a field means, and may be, is said beside it."""
 
-    Parameters
-    ----------
-    socket_path
-        Where it listens: a Unix socket, for its own uid unless `allow_uids` says more.
-    memory_bytes
-        Host memory for KV chunks.
-    device
-        "cpu" serves host memory only; "cuda" serves GPUs too and needs one; "auto" is "cuda" where there is one.
-    allow_uids
-        Other uids that may connect. Each has a cache of its own.
-    lease_ttl_s
-        How long a lookup's promise holds when nobody takes or releases it.
-    max_sessions
-        Connections at one time.
-    """
-
-    socket_path: str
-    memory_bytes: int = 4 << 30
-    device: str = "auto"
-    allow_uids: frozenset[int] = frozenset()
-    lease_ttl_s: float = 60.0
-    max_sessions: int = 256
+    socket_path: str = field(
+        metadata=Setting(
+            name="socket",
+            kind=Kind.TEXT,
+            help="Path of the Unix socket to listen on.",
+            allowed=f"a path of 1 to {_MAX_PATH_BYTES} bytes, which is what a Unix socket's address holds",
+            check=lambda text: 0 < len(text.encode()) <= _MAX_PATH_BYTES and "\0" not in text,
+        ).metadata
+    )
+    listen: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="listen",
+            kind=Kind.TEXT,
+            help="Listen on TCP, too, for engines in isolated containers; needs token-file. Nothing is encrypted.",
+            allowed="tcp://HOST:PORT, with port 0 for any free one",
+            check=lambda text: text.startswith("tcp://") and is_host_port(text[len("tcp://") :]),
+        ).metadata,
+    )
+    token_file: str | None = field(
+        default=None,
+        metadata=path(
+            "token-file", "File of mode 0600 with lines NAME:SECRET; each token is a tenant of its own."
+        ).metadata,
+    )
+    memory_bytes: int = field(
+        default=4 << 30,
+        metadata=Setting(
+            name="memory",
+            kind=Kind.SIZE,
+            help="Host memory for KV, pinned where GPUs are served.",
+            allowed="a size of at least 64KiB",
+            check=lambda size: size >= 1 << 16,
+        ).metadata,
+    )
+    device: str = field(
+        default="auto",
+        metadata=choice(
+            "device", "Serve GPUs (cuda), host memory only (cpu), or GPUs where there are any (auto).", DEVICES
+        ).metadata,
+    )
+    allow_uids: frozenset[int] = field(
+        default=frozenset(),
+        metadata=Setting(
+            name="allow-uid",
+            kind=Kind.COUNTS,
+            help="Another uid that may connect, with a cache of its own.",
+            allowed="whole numbers from 0 to 4294967294",
+            check=lambda uids: all(isinstance(uid, int) and 0 <= uid < (1 << 32) - 1 for uid in uids),
+        ).metadata,
+    )
+    socket_group: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="socket-group",
+            kind=Kind.TEXT,
+            help="Group that the Unix socket is given to, with mode 0660.",
+            allowed="the name or number of a group",
+            check=bool,
+        ).metadata,
+    )
+    lease_ttl_s: float = field(
+        default=60.0,
+        metadata=seconds(
+            "lease-ttl-s", "How long a lookup's promise holds when nobody takes or releases it.", 0.001
+        ).metadata,
+    )
+    max_sessions: int = field(
+        default=256,
+        metadata=Setting(
+            name="max-sessions",
+            kind=Kind.COUNT,
+            help="Connections at one time.",
+            allowed="a number of at least 1",
+            check=lambda count: count >= 1,
+        ).metadata,
+    )
+    disk_path: str | None = field(
+        default=None, metadata=path("disk", "Folder of the disk tier, for this server alone; needs disk-size.").metadata
+    )
+    disk_bytes: int | None = field(
+        default=None,
+        metadata=Setting(
+            name="disk-size",
+            kind=Kind.SIZE,
+            help="How much the disk tier may hold.",
+            allowed="a size of at least 1MiB",
+            check=lambda size: size >= 1 << 20,
+        ).metadata,
+    )
+    remote_url: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="remote",
+            kind=Kind.TEXT,
+            help="Object store behind the other tiers; needs obstore: pip install 'kvferry[remote]'.",
+            allowed="s3://BUCKET/PREFIX or file:///PATH, without credentials, which go into remote-option",
+            check=is_remote_url,
+            shown=is_remote_url,
+        ).metadata,
+    )
+    remote_options: Mapping[str, str] = field(
+        default_factory=dict,
+        repr=False,
+        metadata=Setting(
+            name="remote-option",
+            kind=Kind.OPTIONS,
+            help="Option of the object store, e.g. endpoint=http://127.0.0.1:9000 or access_key_id=KEY. Never shown.",
+            allowed="NAME=VALUE with the names of obstore's options",
+            check=are_options,
+            shown=lambda _: False,
+        ).metadata,
+    )
+    write_policy: str = field(
+        default="write-through",
+        metadata=choice(
+            "write-policy",
+            "Write chunks to lower tiers at once (write-through) or as memory fills up (write-back).",
+            WRITE_POLICIES,
+        ).metadata,
+    )
+    tenant_quotas: Mapping[str, int] = field(
+        default_factory=dict,
+        metadata=Setting(
+            name="tenant-quota",
+            kind=Kind.SIZES,
+            help="How much memory a tenant may fill; * stands for those that are not named.",
+            allowed="TENANT=SIZE, a tenant being uid:NUMBER, token:NAME or *",
+            check=are_quotas,
+        ).metadata,
+    )
+    verify_memory: bool = field(
+        default=False,
+        metadata=Setting(
+            name="verify-memory",
+            kind=Kind.SWITCH,
+            help="Checksum chunks in memory, too: made when they are stored, checked when they are retrieved.",
+            allowed="true or false",
+            check=lambda _: True,
+        ).metadata,
+    )
+    metrics: str | None = field(
+        default=None,
+        metadata=Setting(
+            name="metrics",
+            kind=Kind.TEXT,
+            help="Serve /metrics (Prometheus) and /health by HTTP at this address.",
+            allowed="HOST:PORT, with port 0 for any free one and an IPv6 address in brackets",
+            check=is_host_port,
+        ).metadata,
+    )
+    stall_s: float = field(
+        default=5.0,
+        metadata=seconds(
+            "stall-s", "A thread that has not moved for so long makes the server unhealthy.", 0.1
+        ).metadata,
+    )
+    log_format: str = field(
+        default="text", metadata=choice("log-format", "How records are written, one a line.", LOG_FORMATS).metadata
+    )
+    log_level: str = field(
+        default="info", metadata=choice("log-level", "The least that is written.", LOG_LEVELS).metadata
+    )
 
     def __post_init__(self) -> None:
-        length = len(self.socket_path.encode())
-        if not 0 < length <= _MAX_PATH_BYTES:
-            raise ValueError(f"socket_path has {length} bytes; a Unix socket's path has 1 to {_MAX_PATH_BYTES}")
-        if self.memory_bytes < 1 << 16:
-            raise ValueError(f"memory_bytes is {self.memory_bytes}; give at least 65536")
-        if self.device not in DEVICES:
-            raise ValueError(f"device is {self.device!r}; it must be one of {', '.join(DEVICES)}")
-        if any(uid < 0 for uid in self.allow_uids):
-            raise ValueError(f"allow_uids has negative uids: {sorted(self.allow_uids)}")
-        if not 0 < self.lease_ttl_s <= 86_400:
-            raise ValueError(f"lease_ttl_s is {self.lease_ttl_s}; it must be above 0 and at most 86400")
-        if self.max_sessions < 1:
-            raise ValueError(f"max_sessions is {self.max_sessions}; it must be at least 1")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None and each.default is None:
+                continue
+            problem = each.metadata[METADATA].problem(value)
+            if problem is not None:
+                raise ValueError(f"{each.name} {problem}")
+        if self.listen is not None and self.token_file is None:
+            raise ValueError("listen (TCP) needs token-file: anybody could connect otherwise")
+        if (self.disk_path is None) != (self.disk_bytes is None):
+            raise ValueError("disk and disk-size go together: one of them is not set")
+        if self.remote_options and self.remote_url is None:
+            raise ValueError("remote-option is set, but no remote")
+
+
+def server_settings() -> dict[str, Setting]:
+    """How each field of `ServerConfig` is set, by the field's name."""
+    return {each.name: each.metadata[METADATA] for each in fields(ServerConfig)}

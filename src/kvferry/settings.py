@@ -1,0 +1,147 @@
+"""What a setting is: its name outside, how its value is written, and what it may be. Pure vocabulary."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+METADATA = "setting"
+
+
+class Kind(enum.Enum):
+    """What a setting's value is, and so how it is written."""
+
+    TEXT = "text"
+    SIZE = "size"
+    COUNT = "whole number"
+    SECONDS = "seconds"
+    SWITCH = "true or false"
+    COUNTS = "whole numbers"
+    OPTIONS = "NAME=VALUE"
+    SIZES = "NAME=SIZE"
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the value has several parts, so that its flag may be given again."""
+        return self in (Kind.COUNTS, Kind.OPTIONS, Kind.SIZES)
+
+    @property
+    def types(self) -> tuple[type, ...]:
+        """The types that a value may have."""
+        return _TYPES.get(self, (str,))
+
+
+_TYPES = {
+    Kind.SIZE: (int,),
+    Kind.COUNT: (int,),
+    Kind.SECONDS: (int, float),
+    Kind.SWITCH: (bool,),
+    Kind.COUNTS: (frozenset, set, list, tuple),
+    Kind.OPTIONS: (Mapping,),
+    Kind.SIZES: (Mapping,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How one field of a configuration is set from outside.
+
+    `name` is the flag without its dashes, and, with `_` for `-`, the key of the file and the environment's variable
+    after `KVFERRY_`. `allowed` says in words what `check` lets pass; `shown` which values may be shown to people.
+    """
+
+    name: str
+    kind: Kind
+    help: str
+    allowed: str
+    check: Callable[[Any], bool]
+    shown: Callable[[Any], bool] = lambda _: True
+
+    @property
+    def metadata(self) -> Mapping[str, Setting]:
+        """For the dataclass field that this sets."""
+        return {METADATA: self}
+
+    @property
+    def key(self) -> str:
+        return self.name.replace("-", "_")
+
+    @property
+    def env(self) -> str:
+        return f"KVFERRY_{self.key.upper()}"
+
+    def problem(self, value: object) -> str | None:
+        """What is wrong with a value, None where nothing is."""
+        try:
+            if isinstance(value, self.kind.types) and self.check(value):
+                return None
+        except (TypeError, ValueError, AttributeError):
+            pass  # as wrong as what the check says no to
+        return f"{f'is {value!r}' if self.is_shown(value) else 'is wrong'}; it must be {self.allowed}"
+
+    def is_shown(self, value: object) -> bool:
+        """Whether people may see the value; what is no value at all may be anything."""
+        try:
+            return self.shown(value)
+        except (TypeError, ValueError, AttributeError):
+            return False
+
+
+def choice(name: str, text: str, choices: tuple[str, ...]) -> Setting:
+    """One of a few words."""
+    allowed = f"one of {', '.join(choices)}"
+    return Setting(name=name, kind=Kind.TEXT, help=text, allowed=allowed, check=lambda value: value in choices)
+
+
+def path(name: str, text: str) -> Setting:
+    """A path of the file system."""
+    return Setting(name=name, kind=Kind.TEXT, help=text, allowed="a path", check=lambda p: bool(p) and "\0" not in p)
+
+
+def seconds(name: str, text: str, least: float) -> Setting:
+    """A span of time of at most a day."""
+    return Setting(
+        name=name,
+        kind=Kind.SECONDS,
+        help=text,
+        allowed=f"a number of seconds from {least:g} to 86400",
+        check=lambda value: math.isfinite(value) and least <= value <= 86_400,
+    )
+
+
+def split_host_port(text: str) -> tuple[str, int]:
+    """`HOST:PORT`, an IPv6 address in brackets, as both. Raises ValueError."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s:/\[\]@]+)):([0-9]{1,5})", text)
+    if match is None or int(match[3]) > 65_535:
+        raise ValueError(f"{text!r} is no HOST:PORT; an IPv6 address goes into brackets, as in [::1]:9464")
+    return match[1] or match[2], int(match[3])
+
+
+def is_host_port(text: str) -> bool:
+    """Whether it is; raises ValueError where not."""
+    return bool(split_host_port(text))
+
+
+def is_remote_url(url: str) -> bool:
+    """Whether it is an object store's, and holds no credentials."""
+    parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        return False
+    return (parts.scheme == "s3" and bool(parts.netloc)) or (
+        parts.scheme == "file" and not parts.netloc and parts.path.startswith("/")
+    )
+
+
+def are_quotas(quotas: Mapping[str, int]) -> bool:
+    """Whether all names are tenants', and all sizes sizes."""
+    return all(re.fullmatch(r"\*|uid:[0-9]+|token:.+", name) and size >= 0 for name, size in quotas.items())
+
+
+def are_options(options: Mapping[str, str]) -> bool:
+    """Whether all names and values are words."""
+    return all(isinstance(name, str) and name and isinstance(value, str) for name, value in options.items())
