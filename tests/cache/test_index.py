@@ -10,11 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.cache import Chunk, ChunkIndex, ChunkState, SlabPool
+from kvferry.cache import Chunk, ChunkIndex, ChunkState, SlabPool, Space
 
 CHUNK = 65536
-NS = b"n" * 32
-OTHER = b"o" * 32
+NS = Space("t", b"n" * 32)
+OTHER = Space("t", b"o" * 32)
 
 
 def make_index(num_slots: int) -> ChunkIndex:
@@ -28,12 +28,12 @@ def keys(prompt: str) -> list[bytes]:
     return [hashlib.sha256(prompt[: end + 1].encode()).digest() for end in range(len(prompt))]
 
 
-def fill(index: ChunkIndex, prompt: str, namespace: bytes = NS) -> int:
-    return index.commit(index.reserve(namespace, keys(prompt), CHUNK).chunks)
+def fill(index: ChunkIndex, prompt: str, space: Space = NS) -> int:
+    return len(index.commit(index.reserve(space, keys(prompt), CHUNK).chunks))
 
 
-def hit(index: ChunkIndex, prompt: str, namespace: bytes = NS) -> int:
-    last = index.lookup(namespace, keys(prompt))
+def hit(index: ChunkIndex, prompt: str, space: Space = NS) -> int:
+    last = index.lookup(space, keys(prompt))
     return 0 if last is None else last.depth
 
 
@@ -51,7 +51,7 @@ def test_reserved_chunks_are_invisible() -> None:
     reservation = index.reserve(NS, keys("abc"), CHUNK)
     assert (len(reservation.chunks), reservation.first, reservation.num_skipped) == (3, 0, 0)
     assert hit(index, "abc") == 0
-    assert index.commit(reservation.chunks) == 3
+    assert index.commit(reservation.chunks) == list(reservation.chunks)
     assert hit(index, "abcd") == 3
     assert hit(index, "abc", OTHER) == 0
 
@@ -152,9 +152,9 @@ def test_what_another_store_is_writing_is_present() -> None:
     first = index.reserve(NS, keys("ab"), CHUNK)
     second = index.reserve(NS, keys("abc"), CHUNK)
     assert (second.first, second.num_present, len(second.chunks)) == (2, 2, 1)
-    assert index.commit(second.chunks) == 1
+    assert index.commit(second.chunks) == []
     assert hit(index, "abc") == 0
-    index.commit(first.chunks)
+    assert index.commit(first.chunks) == [*first.chunks, *second.chunks]
     assert hit(index, "abc") == 3
 
 
@@ -168,7 +168,7 @@ def test_a_child_goes_with_its_aborted_parent(commit_child_first: bool) -> None:
         index.abort(parent.chunks)
     else:
         index.abort(parent.chunks)
-        assert index.commit(child.chunks) == 0
+        assert index.commit(child.chunks) == []
     assert len(index) == 0
     assert fill(index, "xyz") == 3
 
@@ -243,24 +243,24 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        free = [chunk for chunk in self.kept() if self.index._is_free_leaf(chunk)]
+        free = [chunk for chunk in self.kept() if chunk.evictable]
         oldest = min(free, key=lambda chunk: chunk.last_use, default=None)
         assert self.index.evict_one() == bool(free)
         assert oldest is None or oldest.state is ChunkState.GONE
 
     def kept(self) -> list[Chunk]:
-        return list(self.index._namespaces.get(NS, {}).values())
+        return list(self.index._spaces.get(NS, {}).values())
 
     @invariant()
     def chains_are_whole_and_slots_are_counted(self) -> None:
         kept = self.kept()
-        queued = [chunk for _, _, chunk in self.index._leaves]
+        queued = [chunk for _, _, chunk in self.index._queues.share(NS.tenant).leaves]
         assert len(queued) == len(set(queued))
         for chunk in kept:
             assert chunk.state is not ChunkState.GONE
             assert chunk.parent is None or (chunk.parent in kept and chunk in chunk.parent.children)
             assert chunk.queued == (chunk in queued)
-            assert chunk.queued or not self.index._is_free_leaf(chunk)
+            assert chunk.queued or not chunk.evictable
         orphans = {chunk for chunks in self.writing for chunk in chunks if chunk.state is ChunkState.GONE}
         assert len(self.index) == len(kept)
         assert self.pool.used_bytes == (len(kept) + len(orphans)) * CHUNK

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvferry.cache import Chunk, ChunkIndex, LeaseTable, SlabPool
+from kvferry.cache import Chunk, ChunkIndex, LeaseTable, SlabPool, Space
 
 CHUNK = 65536
-RANKS = (b"0" * 32, b"1" * 32)
+RANKS = (Space("t", b"0" * 32), Space("t", b"1" * 32))
 KEYS = [bytes([i]) * 32 for i in range(4)]
 TTL_S = 60.0
 
@@ -15,24 +15,24 @@ def make_table() -> tuple[ChunkIndex, LeaseTable]:
     pool = SlabPool()
     pool.add_area(0, 8 * CHUNK)
     index = ChunkIndex(pool)
-    for namespace in RANKS:
-        index.commit(index.reserve(namespace, KEYS, CHUNK).chunks)
+    for space in RANKS:
+        index.commit(index.reserve(space, KEYS, CHUNK).chunks)
     return index, LeaseTable(index, TTL_S)
 
 
-def last(index: ChunkIndex, namespace: bytes, count: int = 4) -> Chunk:
-    found = index.lookup(namespace, KEYS[:count])
+def last(index: ChunkIndex, space: Space, count: int = 4) -> Chunk:
+    found = index.lookup(space, KEYS[:count])
     assert found is not None
     return found
 
 
 def shares(index: ChunkIndex, count: int = 4) -> dict[int, Chunk]:
-    return {rank: last(index, namespace, count) for rank, namespace in enumerate(RANKS)}
+    return {rank: last(index, space, count) for rank, space in enumerate(RANKS)}
 
 
 def pins(index: ChunkIndex) -> list[int]:
     """The pins on each rank's chain."""
-    return [last(index, namespace).pins for namespace in RANKS]
+    return [last(index, space).pins for space in RANKS]
 
 
 def grant(index: ChunkIndex, table: LeaseTable, request: str, count: int = 4, now: float = 0.0) -> int:

@@ -187,6 +187,6 @@ def test_chunks_of_another_size_have_another_name() -> None:
     spaces = set()
     for chunk_tokens in (64, 128):
         message = Register(1, "e", "m", 0, 1, chunk_tokens, "", layout, b"")
-        spaces.add(EngineTable().claim("uid:0", message, 1).ranks[0].namespace)
+        spaces.add(EngineTable().claim("uid:0", message, 1).ranks[0].space)
         assert Geometry.of(message).chunk_tokens == chunk_tokens
     assert len(spaces) == 2

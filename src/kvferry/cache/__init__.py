@@ -1,17 +1,24 @@
 """Which chunks are kept: their index, their places, the leases on them. No GPU, no memory, no clients."""
 
-from kvferry.cache.index import Chunk, ChunkIndex, ChunkState, IndexCounters, Reservation
+from kvferry.cache.byte_pool import BytePool
+from kvferry.cache.chunk import Chunk, ChunkState, IndexCounters, Reservation, Space
+from kvferry.cache.eviction import Quotas
+from kvferry.cache.index import ChunkIndex
 from kvferry.cache.leases import Lease, LeaseTable
-from kvferry.cache.pool import SlabPool, slot_bytes
+from kvferry.cache.pool import Pool, SlabPool, slot_bytes
 
 __all__ = [
+    "BytePool",
     "Chunk",
     "ChunkIndex",
     "ChunkState",
     "IndexCounters",
     "Lease",
     "LeaseTable",
+    "Pool",
+    "Quotas",
     "Reservation",
     "SlabPool",
+    "Space",
     "slot_bytes",
 ]

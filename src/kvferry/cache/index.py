@@ -9,103 +9,30 @@ is to use or to pin all of it, since all others have something below them.
 
 from __future__ import annotations
 
-import enum
-import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
-from kvferry.cache.pool import SlabPool
+from kvferry.cache.chunk import Chunk, ChunkState, IndexCounters, Reservation, Space
+from kvferry.cache.eviction import DirtyChunks, EvictionQueues, Quotas
+from kvferry.cache.pool import Pool
 
-
-class ChunkState(enum.Enum):
-    """RESERVED: being written, invisible. COMMITTED: whole. GONE: evicted, aborted, or orphaned."""
-
-    RESERVED = "reserved"
-    COMMITTED = "committed"
-    GONE = "gone"
-
-
-class Chunk:
-    """One chunk of one rank's KV: where it lies, and its place in the tree. Only `ChunkIndex` changes it.
-
-    `depth` counts the chunks of the chain that ends here; it is `visible` once all of them are committed.
-    """
-
-    __slots__ = (
-        "children",
-        "depth",
-        "key",
-        "last_use",
-        "namespace",
-        "nbytes",
-        "offset",
-        "parent",
-        "pins",
-        "queued",
-        "state",
-        "visible",
-    )
-
-    def __init__(self, namespace: bytes, key: bytes, parent: Chunk | None, offset: int, nbytes: int) -> None:
-        self.namespace = namespace
-        self.key = key
-        self.parent = parent
-        self.depth: int = 1 if parent is None else parent.depth + 1
-        self.visible = False
-        self.offset = offset
-        self.nbytes = nbytes
-        self.children: set[Chunk] = set()
-        self.pins = 0
-        self.last_use = 0
-        self.queued = False
-        self.state = ChunkState.RESERVED
-
-    def __repr__(self) -> str:
-        return f"<Chunk {self.key[:4].hex()} {self.state.value} pins={self.pins} children={len(self.children)}>"
-
-    def chain(self) -> list[Chunk]:
-        """All chunks of the chain that ends here, root first."""
-        chain: list[Chunk] = []
-        link: Chunk | None = self
-        while link is not None:
-            chain.append(link)
-            link = link.parent
-        chain.reverse()
-        return chain
-
-
-@dataclass(slots=True)
-class IndexCounters:
-    """What has happened so far, in chunks."""
-
-    hits: int = 0
-    misses: int = 0
-    committed: int = 0
-    aborted: int = 0
-    evicted: int = 0
-    skipped_full: int = 0
-    skipped_share: int = 0
-    skipped_orphan: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """What a store has to write: `chunks[i]` is the chunk at position `first + i` of the prompt."""
-
-    first: int
-    chunks: tuple[Chunk, ...]
-    num_present: int
-    num_skipped: int
+_LONG_AGO = 1 << 64  # so long before the start that no clock's time, in ns, comes near it
 
 
 class ChunkIndex:
-    """The chunks of all namespaces in one pool. Not thread-safe: one thread owns it."""
+    """The chunks of all spaces in one pool. Not thread-safe: one thread owns it.
 
-    def __init__(self, pool: SlabPool) -> None:
+    Parameters
+    ----------
+    pool
+        Where the chunks lie; gets each place back once nothing needs it.
+    quotas
+        How much of it each tenant may hold. At its limit a tenant evicts only its own chunks.
+    """
+
+    def __init__(self, pool: Pool, *, quotas: Quotas | None = None) -> None:
         self._pool = pool
-        self._namespaces: dict[bytes, dict[bytes, Chunk]] = {}
-        # Leaves by last use, oldest first; an entry whose chunk has been used, or is no free leaf any more, is stale.
-        self._leaves: list[tuple[int, int, Chunk]] = []
+        self._spaces: dict[Space, dict[bytes, Chunk]] = {}
+        self._queues = EvictionQueues(quotas or Quotas({}))
         self._clock = 0
         self._num_chunks = 0
         self.counters = IndexCounters()
@@ -114,14 +41,23 @@ class ChunkIndex:
         return self._num_chunks
 
     def __repr__(self) -> str:
-        return f"<ChunkIndex {self._num_chunks} chunks in {len(self._namespaces)} namespaces>"
+        return f"<ChunkIndex {self._num_chunks} chunks in {len(self._spaces)} spaces>"
 
-    def lookup(self, namespace: bytes, keys: Sequence[bytes]) -> Chunk | None:
+    @property
+    def dirty(self) -> DirtyChunks:
+        """The chunks that are dirty."""
+        return self._queues.dirty
+
+    def find(self, space: Space, key: bytes) -> Chunk | None:
+        """The chunk of that key, reserved or committed."""
+        return self._spaces.get(space, {}).get(key)
+
+    def lookup(self, space: Space, keys: Sequence[bytes]) -> Chunk | None:
         """The last chunk of the longest prefix of `keys` that is all committed. To look is not to use; `pin` is.
 
         A chunk is there only if all before it are, so this asks for few of the keys, by halves.
         """
-        get = self._namespaces.get(namespace, {}).get
+        get = self._spaces.get(space, {}).get
         found: Chunk | None = None
         low, high = 0, len(keys)  # `low` chunks are there
         probe = high  # first the whole prompt, since a prompt that comes again comes often
@@ -137,7 +73,7 @@ class ChunkIndex:
         return found
 
     def reserve(
-        self, namespace: bytes, keys: Sequence[bytes], nbytes: int, start: int = 0, *, limit: int | None = None
+        self, space: Space, keys: Sequence[bytes], nbytes: int, start: int = 0, *, limit: int | None = None
     ) -> Reservation:
         """Take slots for the chunks of `keys[start:]` that are not kept yet; `keys` is the whole chain from its root.
 
@@ -147,17 +83,17 @@ class ChunkIndex:
         parent: Chunk | None = None
         fresh: list[Chunk] = []
         num_kept = 0
-        empty: dict[bytes, Chunk] = {}
         for position, key in enumerate(keys):
-            chunk = self._namespaces.get(namespace, empty).get(key)
+            chunk = self.find(space, key)
             if chunk is None and position >= start:
                 if len(fresh) == limit:
                     self.counters.skipped_share += len(keys) - position
                     break
-                chunk = self._insert(namespace, key, parent, nbytes)
-                if chunk is None:
-                    self.counters.skipped_full += len(keys) - position
+                offset = self._find_place(space.tenant, nbytes, parent)
+                if offset is None:
+                    self._count_skipped(space.tenant, nbytes, len(keys) - position)
                     break
+                chunk = self._insert(Chunk(space, key, parent, offset, nbytes))
                 fresh.append(chunk)
             elif chunk is None or chunk.parent is not parent or chunk.nbytes != nbytes:
                 self.counters.skipped_orphan += len(keys) - max(position, start)
@@ -167,36 +103,65 @@ class ChunkIndex:
         first = num_kept - len(fresh)  # below a fresh chunk all are fresh
         return Reservation(first, tuple(fresh), max(0, first - start), len(keys) - max(start, num_kept))
 
-    def commit(self, chunks: Sequence[Chunk]) -> int:
-        """Show chunks of one chain, in its order, whose bytes are whole; how many are shown.
+    def restore(self, space: Space, key: bytes, parent_key: bytes, nbytes: int, last_use: int) -> Chunk | None:
+        """Enter a committed chunk that was found in place; one that is there already stays as it is.
 
-        One that was orphaned meanwhile is dropped instead.
+        `last_use` is a time in any unit, and before every use since the start. None where the parent (that of the first
+        chunk of a chain has no key) is missing, or where there is no room: nothing is evicted for what is restored.
         """
-        num_shown = 0
+        there = self.find(space, key)
+        if there is not None:
+            return there
+        parent = self.find(space, parent_key) if parent_key else None
+        if parent_key and (parent is None or not parent.visible):
+            return None
+        offset = self._pool.allocate(nbytes)
+        if offset is None:
+            return None
+        chunk = self._insert(Chunk(space, key, parent, offset, nbytes))
+        chunk.state, chunk.visible, chunk.last_use = ChunkState.COMMITTED, True, last_use - _LONG_AGO
+        self._queues.queue(chunk)
+        return chunk
+
+    def commit(self, chunks: Sequence[Chunk], *, dirty: bool = False) -> list[Chunk]:
+        """Keep chunks of one chain, in its order, whose bytes are whole; all chunks that can be looked up by that.
+
+        Those may be fewer (one waits for its parent, or was forgotten meanwhile and is dropped now) or more (others
+        that have waited). With `dirty` they stay until `clean`.
+        """
+        shown: list[Chunk] = []
         for chunk in chunks:
             if chunk.state is ChunkState.GONE:
-                self._drop(chunk)
+                self._free(chunk)
+                self.counters.aborted += 1
                 continue
             assert chunk.state is ChunkState.RESERVED, chunk
             chunk.state = ChunkState.COMMITTED
+            self.counters.committed += 1
+            if dirty:
+                self._queues.dirty.add(chunk)
             if chunk.parent is None or chunk.parent.visible:
-                _show(chunk)
+                shown += chunk.show()
             self._use(chunk)
-            num_shown += 1
-        self.counters.committed += num_shown
-        return num_shown
+        return shown
 
     def abort(self, chunks: Sequence[Chunk]) -> None:
         """Drop reserved chunks that will not be written (any more), and all that hangs from them."""
         for chunk in chunks:
             if chunk.state is ChunkState.RESERVED:
-                self._orphan(chunk)
-                self._unlink(chunk)
-            self._drop(chunk)
+                self.counters.aborted += self._forget_tree(chunk)
+            self._free(chunk)
+            self.counters.aborted += 1
+
+    def clean(self, chunks: Iterable[Chunk]) -> None:
+        """The lower tiers have done with these: they may go now. No matter which of them were dirty."""
+        for chunk in chunks:
+            self._queues.dirty.remove(chunk)
+            self._queues.queue(chunk)
 
     def pin(self, last: Chunk) -> None:
-        """Use the chain that ends with `last`, which is visible, and keep all of it until `unpin`."""
-        assert last.visible, last
+        """Use the chain that ends with `last`, and keep all of it until `unpin`. It is visible, or pinned already."""
+        assert last.visible or last.pins, last
         last.pins += 1
         self._use(last)
 
@@ -205,95 +170,122 @@ class ChunkIndex:
         assert last.pins > 0, last
         last.pins -= 1
         self._use(last)
+        self._let_go(last)
 
-    def evict_one(self) -> bool:
-        """Drop the least recently used chunk that nothing needs; False where there is none."""
-        while self._leaves:
-            last_use, _, chunk = heapq.heappop(self._leaves)
-            chunk.queued = False
-            if last_use == chunk.last_use and self._is_free_leaf(chunk):
-                self._unlink(chunk)
-                self._pool.free(chunk.offset)
-                self.counters.evicted += 1
-                return True
-            self._queue(chunk)
-        return False
+    def discard(self, root: Chunk) -> int:
+        """Forget a chunk and all below it; how many of them were committed.
 
-    def _insert(self, namespace: bytes, key: bytes, parent: Chunk | None, nbytes: int) -> Chunk | None:
-        offset = self._pool.allocate(nbytes)
-        if offset is None and self._pool.fits(nbytes):
-            offset = self._make_room(nbytes, parent)
-        if offset is None:
+        What a pin needs keeps its place until the last `unpin`, what is being written until its writer ends.
+        """
+        if root.state is ChunkState.GONE:
+            return 0
+        num_whole = self._forget_tree(root)
+        self.counters.discarded += num_whole
+        return num_whole
+
+    def discard_space(self, space: Space) -> int:
+        """Forget all chunks of a space, as `discard` does."""
+        roots = [chunk for chunk in self._spaces.get(space, {}).values() if chunk.parent is None]
+        return sum(self.discard(root) for root in roots)
+
+    def evict_one(self, tenant: str | None = None) -> bool:
+        """Drop the least recently used chunk, of one tenant or of all, that nothing needs; False if there is none."""
+        chunk = self._queues.oldest(tenant)
+        if chunk is None:
+            return False
+        self._forget(chunk)
+        self.counters.evicted += 1
+        return True
+
+    def trim(self) -> int:
+        """Evict until the pool, and every tenant, is within its limit, as far as that goes; how many went."""
+        before = self.counters.evicted
+        for tenant, share in list(self._queues.shares().items()):
+            while share.excess() > 0 and self.evict_one(tenant):
+                pass
+        while self._pool.used_bytes > self._pool.capacity_bytes and self.evict_one():
+            pass
+        return self.counters.evicted - before
+
+    def _find_place(self, tenant: str, nbytes: int, keep: Chunk | None) -> int | None:
+        """A free place, evicting what has to go for it, but not `keep`, under which it is to be used."""
+        share = self._queues.share(tenant)
+        if not self._pool.fits(nbytes) or not share.fits(nbytes):
             return None
-        chunk = Chunk(namespace, key, parent, offset, nbytes)
-        self._namespaces.setdefault(namespace, {})[key] = chunk
-        self._num_chunks += 1
-        if parent is not None:
-            parent.children.add(chunk)
-        return chunk
-
-    def _make_room(self, nbytes: int, keep: Chunk | None) -> int | None:
-        """Evict until a slot is free, but not `keep`, under which it is to be used."""
-        offset: int | None = None
         if keep is not None:
             keep.pins += 1
-        while offset is None and self.evict_one():
+        while share.excess(nbytes) > 0 and self.evict_one(tenant):
+            pass
+        offset: int | None = None
+        if share.excess(nbytes) <= 0:
             offset = self._pool.allocate(nbytes)
+            while offset is None and self.evict_one():
+                offset = self._pool.allocate(nbytes)
         if keep is not None:
             keep.pins -= 1
-            self._queue(keep)
+            self._queues.queue(keep)
         return offset
+
+    def _count_skipped(self, tenant: str, nbytes: int, num_chunks: int) -> None:
+        """Say why there was no place."""
+        counters = self.counters
+        if not self._pool.fits(nbytes):
+            counters.skipped_full += num_chunks
+        elif self._queues.is_behind(tenant, nbytes):
+            counters.skipped_behind += num_chunks
+        elif self._queues.share(tenant).excess(nbytes) > 0:
+            counters.skipped_quota += num_chunks
+        else:
+            counters.skipped_full += num_chunks
+
+    def _insert(self, chunk: Chunk) -> Chunk:
+        self._spaces.setdefault(chunk.space, {})[chunk.key] = chunk
+        self._num_chunks += 1
+        self._queues.enter(chunk)
+        if chunk.parent is not None:
+            chunk.parent.children.add(chunk)
+        return chunk
 
     def _use(self, chunk: Chunk) -> None:
         self._clock += 1
         chunk.last_use = self._clock
-        self._queue(chunk)
+        self._queues.queue(chunk)
 
-    def _queue(self, chunk: Chunk) -> None:
-        """Enter a chunk among the leaves, if it is one and free."""
-        if not chunk.queued and self._is_free_leaf(chunk):
-            chunk.queued = True
-            self._clock += 1
-            heapq.heappush(self._leaves, (chunk.last_use, self._clock, chunk))
+    def _forget_tree(self, root: Chunk) -> int:
+        """Forget a chunk and all below it, from the leaves up; how many were committed."""
+        return sum(self._forget(chunk) for chunk in reversed(root.below()))
 
-    @staticmethod
-    def _is_free_leaf(chunk: Chunk) -> bool:
-        return not chunk.children and not chunk.pins and chunk.state is ChunkState.COMMITTED
+    def _forget(self, chunk: Chunk) -> bool:
+        """Take a chunk below which all are forgotten out of the index; whether it was committed."""
+        was_whole = chunk.state is ChunkState.COMMITTED
+        chunk.state, chunk.visible = ChunkState.GONE, False
+        self._queues.dirty.remove(chunk)
+        chunks = self._spaces[chunk.space]
+        del chunks[chunk.key]
+        self._num_chunks -= 1
+        if not chunks:
+            del self._spaces[chunk.space]
+        if was_whole:
+            self._let_go(chunk)
+        else:
+            self._detach(chunk)  # its place is its writer's
+        return was_whole
 
-    def _orphan(self, root: Chunk) -> None:
-        """Drop all below an aborted chunk. What is being written keeps its slot until its writer ends it."""
-        below = [root]
-        for chunk in below:
-            below.extend(chunk.children)
-        for chunk in reversed(below[1:]):
-            was_whole = chunk.state is ChunkState.COMMITTED
-            self._unlink(chunk)
-            if was_whole:
-                self._drop(chunk)
+    def _let_go(self, last: Chunk) -> None:
+        """Give back the places of a chain, from its end up, that no lookup can find and no pin needs any more."""
+        link: Chunk | None = last
+        while link is not None and link.state is ChunkState.GONE and not link.pins and not link.children:
+            self._detach(link)
+            self._free(link)
+            link = link.parent
 
-    def _unlink(self, chunk: Chunk) -> None:
-        """Take a leaf out of the tree; its slot is still taken."""
-        chunk.state = ChunkState.GONE
-        chunk.visible = False
+    def _detach(self, chunk: Chunk) -> None:
         parent = chunk.parent
         if parent is not None:
             parent.children.discard(chunk)
             parent.last_use = max(parent.last_use, chunk.last_use)
-            self._queue(parent)
-        chunks = self._namespaces[chunk.namespace]
-        del chunks[chunk.key]
-        self._num_chunks -= 1
-        if not chunks:
-            del self._namespaces[chunk.namespace]
+            self._queues.queue(parent)
 
-    def _drop(self, chunk: Chunk) -> None:
+    def _free(self, chunk: Chunk) -> None:
         self._pool.free(chunk.offset)
-        self.counters.aborted += 1
-
-
-def _show(root: Chunk) -> None:
-    """Make a committed chunk visible, and what is committed below it."""
-    shown = [root]
-    for chunk in shown:
-        chunk.visible = True
-        shown.extend(child for child in chunk.children if child.state is ChunkState.COMMITTED)
+        self._queues.leave(chunk)

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.cache.index import Chunk, ChunkIndex
+from kvferry.cache.chunk import Chunk
+from kvferry.cache.index import ChunkIndex
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ may serve another size. So there is no fragmentation within a size, and little b
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 SLOT_ALIGNMENT = 256
 MAX_REGION_BYTES = 64 << 20
@@ -18,6 +19,27 @@ REGIONS_PER_AREA = 16
 def slot_bytes(nbytes: int) -> int:
     """`nbytes` rounded up to a slot size."""
     return -(-nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+
+
+class Pool(Protocol):
+    """Hands out places of any size, each by a number that is its own while it is in use."""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How many bytes there may be in all; may change."""
+
+    @property
+    def used_bytes(self) -> int:
+        """How many are in use."""
+
+    def allocate(self, nbytes: int) -> int | None:
+        """A place for `nbytes`, or None where there is no room."""
+
+    def free(self, offset: int) -> None:
+        """Give a place back."""
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether an empty pool could hold `nbytes`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from kvferry.cache import Space
 from kvferry.errors import RequestError
 from kvferry.layout import namespace
 from kvferry.protocol.messages import Register
@@ -40,7 +41,7 @@ class Rank:
     """One rank's registration; `live` once its data path is proven."""
 
     cache_id: int
-    namespace: bytes
+    space: Space
     live: bool = False
 
 
@@ -99,10 +100,10 @@ class EngineTable:
                     "geometry",
                     f"rank {message.rank} of engine {message.engine_id!r} has {what} {there}, the others have {here}",
                 )
-        space = namespace(
+        digest = namespace(
             message.model, geometry.fingerprint, rank=message.rank, world_size=message.world_size, tenant=tenant
         )
-        engine.ranks[message.rank] = Rank(cache_id, space)
+        engine.ranks[message.rank] = Rank(cache_id, Space(tenant, digest))
         self._engines[key] = engine
         return engine
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.cache import Chunk, Reservation, slot_bytes
+from kvferry.cache import Chunk, ChunkState, Reservation, slot_bytes
 from kvferry.errors import BlockIdError, ProtocolError, RequestError
 from kvferry.protocol.messages import BLOCK_ID_BYTES, Cancel, Error, Message, Retrieve, Retrieved, Store, Stored
 from kvferry.server.lookups import KeyRun
@@ -60,7 +60,7 @@ class Jobs:
         keys = KeyRun(message.keys)
         blocks = _check_count(message.block_ids, len(keys), geometry.chunk_tokens // geometry.block_size)
         reservation = self._state.index.reserve(
-            cache.entry.namespace,
+            cache.entry.space,
             keys,
             geometry.chunk_bytes,
             min(message.start_chunk, len(keys)),
@@ -89,7 +89,7 @@ class Jobs:
         lease = self._state.leases.get(message.lease_id)
         share = None if lease is None or lease.scope != cache.engine.key else lease.shares.get(cache.rank)
         # An engine that came back with another layout has the same id, and must not get what the old one left.
-        if share is None or share.namespace != cache.entry.namespace:
+        if share is None or share.space != cache.entry.space:
             raise RequestError("lease", f"no share of rank {cache.rank} under that lease: taken, released or overdue")
         blocks = geometry.chunk_tokens // geometry.block_size
         block_ids = message.block_ids[: share.depth * blocks * BLOCK_ID_BYTES]
@@ -125,7 +125,9 @@ class Jobs:
             counters.stores_failed += 1
             return Error(job.seq, failure.code, failure.text)
         counters.bytes_stored += len(chunks) * job.cache.engine.geometry.chunk_bytes
-        return _stored(job.seq, job.reservation, self._state.index.commit(chunks))
+        self._state.index.commit(chunks)
+        num_kept = sum(chunk.state is ChunkState.COMMITTED for chunk in chunks)
+        return _stored(job.seq, job.reservation, num_kept)
 
     def _end_retrieve(self, job: _RetrieveJob, done: CopyDone) -> Message:
         counters = self._state.counters

@@ -91,17 +91,9 @@ class Lookups:
         """For each rank the last chunk of the longest prefix that all of them have; empty where there is none."""
         found: dict[int, Chunk] = {}
         for number, rank in engine.ranks.items():
-            chunk = self._state.index.lookup(rank.namespace, keys)
+            chunk = self._state.index.lookup(rank.space, keys)
             if chunk is None:
                 return {}
             found[number] = chunk
         depth = min(chunk.depth for chunk in found.values())
-        return {number: _ancestor(chunk, depth) for number, chunk in found.items()}
-
-
-def _ancestor(chunk: Chunk, depth: int) -> Chunk:
-    """The chunk of the same chain at `depth`."""
-    while chunk.depth > depth:
-        assert chunk.parent is not None
-        chunk = chunk.parent
-    return chunk
+        return {number: chunk.at_depth(depth) for number, chunk in found.items()}

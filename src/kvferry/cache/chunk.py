@@ -1,0 +1,134 @@
+"""What a chunk is to the index: whose it is, where it lies, what it hangs from."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Space(NamedTuple):
+    """Where keys mean the same: a tenant's, and `digest`, which keeps models, layouts and ranks apart."""
+
+    tenant: str
+    digest: bytes
+
+
+class ChunkState(enum.Enum):
+    """RESERVED: being written, invisible. COMMITTED: whole. GONE: in no lookup any more, for whatever reason."""
+
+    RESERVED = "reserved"
+    COMMITTED = "committed"
+    GONE = "gone"
+
+
+class Chunk:
+    """One chunk of one rank's KV: where it lies, and its place in the tree. Only `ChunkIndex` changes it.
+
+    `depth` counts the chunks of the chain that ends here; it is `visible` once all of them are committed, and `dirty`
+    while lower tiers do not have it yet. `digest` is the checksum of its bytes, where one is kept.
+    """
+
+    __slots__ = (
+        "children",
+        "depth",
+        "digest",
+        "dirty",
+        "key",
+        "last_use",
+        "nbytes",
+        "offset",
+        "parent",
+        "pins",
+        "queued",
+        "space",
+        "state",
+        "visible",
+    )
+
+    def __init__(self, space: Space, key: bytes, parent: Chunk | None, offset: int, nbytes: int) -> None:
+        self.space = space
+        self.key = key
+        self.parent = parent
+        self.depth: int = 1 if parent is None else parent.depth + 1
+        self.visible = False
+        self.dirty = False
+        self.digest = b""
+        self.offset = offset
+        self.nbytes = nbytes
+        self.children: set[Chunk] = set()
+        self.pins = 0
+        self.last_use = 0
+        self.queued = False
+        self.state = ChunkState.RESERVED
+
+    def __repr__(self) -> str:
+        return f"<Chunk {self.key[:4].hex()} {self.state.value} pins={self.pins} children={len(self.children)}>"
+
+    @property
+    def evictable(self) -> bool:
+        """Whether nothing needs it: no chunk below, no lease or copy, no lower tier."""
+        return not self.children and not self.pins and not self.dirty and self.state is ChunkState.COMMITTED
+
+    def chain(self) -> list[Chunk]:
+        """All chunks of the chain that ends here, root first."""
+        chain: list[Chunk] = []
+        link: Chunk | None = self
+        while link is not None:
+            chain.append(link)
+            link = link.parent
+        chain.reverse()
+        return chain
+
+    def show(self) -> list[Chunk]:
+        """Make a committed chunk visible, and what is committed below it; all of these, parents first."""
+        shown = [self]
+        for chunk in shown:
+            chunk.visible = True
+            shown.extend(child for child in chunk.children if child.state is ChunkState.COMMITTED)
+        return shown
+
+    def below(self) -> list[Chunk]:
+        """This chunk and all below it that are not gone, parents first."""
+        below = [self]
+        for chunk in below:
+            below.extend(child for child in chunk.children if child.state is not ChunkState.GONE)
+        return below
+
+    def at_depth(self, depth: int) -> Chunk:
+        """The chunk of the same chain at `depth`, which is at most its own."""
+        chunk = self
+        while chunk.depth > depth:
+            assert chunk.parent is not None
+            chunk = chunk.parent
+        return chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a store has to write: `chunks[i]` is the chunk at position `first + i` of the prompt."""
+
+    first: int
+    chunks: tuple[Chunk, ...]
+    num_present: int
+    num_skipped: int
+
+
+@dataclass(slots=True)
+class IndexCounters:
+    """What has happened so far, in chunks. Skipped: why a store, or a part of it, found no place.
+
+    `skipped_behind`: what could have gone is not in the lower tiers yet.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    committed: int = 0
+    aborted: int = 0
+    evicted: int = 0
+    discarded: int = 0
+    skipped_full: int = 0
+    skipped_behind: int = 0
+    skipped_quota: int = 0
+    skipped_share: int = 0
+    skipped_orphan: int = 0
