@@ -9,6 +9,7 @@ import pytest
 
 from doubles.link_server import Server
 from kvferry.client.link import Link
+from kvferry.protocol.address import UnixAddress
 from kvferry.protocol.messages import Welcome
 from serving.fixtures import stage, zygote
 
@@ -25,7 +26,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture
 def link(server: Server, tmp_path: Path) -> Iterator[Link]:
     thread = server.greet(Welcome(1, b"i" * 16))
-    made = Link(str(tmp_path / "s"), 5)
+    made = Link(UnixAddress(str(tmp_path / "s")), 5)
     thread.join()
     yield made
     made.close()

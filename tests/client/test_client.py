@@ -14,7 +14,7 @@ from kvferry.client import CacheClient
 from kvferry.client.jobs import Job, RetrieveResult, StoreResult, int32_ids
 from kvferry.client.keys import RequestKeys
 from kvferry.client.storages import Nonces, prepare_storages
-from kvferry.client.url import socket_path
+from kvferry.client.url import UnixAddress, parse_url
 from kvferry.errors import (
     BlockIdError,
     DeadlineError,
@@ -35,13 +35,13 @@ FORMAT = "vllm_flash_attention"
 
 @pytest.mark.parametrize("url", ["unix:///tmp/s", "unix:/tmp/s", "/tmp/s"])
 def test_addresses(url: str) -> None:
-    assert socket_path(url) == "/tmp/s"
+    assert parse_url(url) == UnixAddress("/tmp/s")
 
 
-@pytest.mark.parametrize("url", ["", "unix:", "unix://", "tcp://host:1"])
+@pytest.mark.parametrize("url", ["", "unix:", "unix://", "http://host:1"])
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ValueError, match="unix:///path"):
-        socket_path(url)
+        parse_url(url)
 
 
 def test_no_server_is_named(tmp_path: Path) -> None:

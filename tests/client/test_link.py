@@ -12,6 +12,7 @@ from doubles.link_server import Server, until
 from kvferry.client.link import Link
 from kvferry.client.waiting import Answer
 from kvferry.errors import DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
+from kvferry.protocol.address import UnixAddress
 from kvferry.protocol.framing import encode_frame
 from kvferry.protocol.messages import Closed, Error, Ping, Pong, Welcome
 
@@ -84,12 +85,12 @@ def test_a_greeting_that_is_refused(server: Server, tmp_path: Path) -> None:
     for message, kind in ((Error(0, "uid", "not you"), RequestError), (Pong(1), ProtocolError)):
         thread = server.greet(message)
         with pytest.raises(kind):
-            Link(str(tmp_path / "s"), 5)
+            Link(UnixAddress(str(tmp_path / "s")), 5)
         thread.join()
 
 
 def test_a_greeting_that_never_comes(server: Server, tmp_path: Path) -> None:
     thread = server.greet()
     with pytest.raises(DeadlineError, match="greeting"):
-        Link(str(tmp_path / "s"), 0.1)
+        Link(UnixAddress(str(tmp_path / "s")), 0.1)
     thread.join()

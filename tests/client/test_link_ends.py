@@ -15,6 +15,7 @@ from doubles.link_server import Server, until
 from kvferry.client.link import Link
 from kvferry.client.waiting import Answer
 from kvferry.errors import ServerGoneError
+from kvferry.protocol.address import UnixAddress
 from kvferry.protocol.framing import encode_frame
 from kvferry.protocol.messages import Error, Ping, Pong, Welcome
 
@@ -72,7 +73,7 @@ def test_jobs_end_when_a_server_that_lives_has_hung_up(server: Server, link: Lin
 
 def test_jobs_of_a_server_that_is_dying_end_with_its_process(child: subprocess.Popen[str], tmp_path: Path) -> None:
     jobs: list[Answer] = []
-    link = Link(str(tmp_path / "p"), 10)
+    link = Link(UnixAddress(str(tmp_path / "p")), 10)
     link.expect(jobs.append)
     say(child, "die")
     with pytest.raises(ServerGoneError):
@@ -89,7 +90,7 @@ def test_jobs_end_with_the_process_though_a_forked_child_holds_the_socket(
     child: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     jobs: list[Answer] = []
-    link = Link(str(tmp_path / "p"), 10)
+    link = Link(UnixAddress(str(tmp_path / "p")), 10)
     link.expect(jobs.append)
     say(child, "fork")
     assert child.stdout is not None
@@ -137,7 +138,7 @@ def test_clients_leave_no_hooks_for_forked_children(
         patch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
         for _ in range(3):
             thread = server.greet(Welcome(1, b"i" * 16))
-            Link(str(tmp_path / "s"), 10).close(0.0)
+            Link(UnixAddress(str(tmp_path / "s")), 10).close(0.0)
             thread.join()
             server.hang_up()
     assert len(hooks) <= 1

@@ -15,6 +15,7 @@ import pytest
 from kvferry.client.handshake import connect
 from kvferry.config import ServerConfig
 from kvferry.errors import ServerGoneError, ShareError
+from kvferry.protocol.address import UnixAddress
 from kvferry.server import CacheServer
 from kvferry.server.limits import check_memory
 from kvferry.server.listener import Listener
@@ -29,7 +30,7 @@ def test_a_stale_file_is_replaced_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "s"
     stale(path)
     listener = Listener(str(path), shared=False)
-    connect(str(path), 1).close()
+    connect(UnixAddress(str(path)), 1).close()
     listener.close()
     listener.close()
     assert not path.exists()
@@ -40,7 +41,7 @@ def test_a_second_server_leaves_the_first_alone(tmp_path: Path) -> None:
     first = Listener(str(path), shared=False)
     with pytest.raises(ShareError, match="another server answers"):
         Listener(str(path), shared=False)
-    connect(str(path), 1).close()
+    connect(UnixAddress(str(path)), 1).close()
     first.close()
 
 
@@ -49,13 +50,13 @@ def test_a_server_too_busy_to_accept_is_not_stale(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as busy:
         busy.bind(path)
         busy.listen(0)
-        waiting = connect(path, 1)
+        waiting = connect(UnixAddress(path), 1)
         with pytest.raises(ServerGoneError):
-            connect(path, 0.05)
+            connect(UnixAddress(path), 0.05)
         with pytest.raises(ShareError, match="another server answers"):
             Listener(path, shared=False)
         found: list[socket.socket] = []
-        thread = threading.Thread(target=lambda: found.append(connect(path, 5)))
+        thread = threading.Thread(target=lambda: found.append(connect(UnixAddress(path), 5)))
         thread.start()
         busy.accept()[0].close()  # now there is room for one more
         thread.join()
@@ -83,7 +84,7 @@ def test_of_servers_that_start_together_one_wins(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
         assert len(made) == 1, (made, refused)
-        connect(path, 1).close()
+        connect(UnixAddress(path), 1).close()
         made[0].close()
         assert not os.path.exists(path)
 
@@ -94,7 +95,7 @@ def test_a_closing_server_leaves_its_successors_file(tmp_path: Path) -> None:
     path.rename(tmp_path / "moved")
     second = Listener(str(path), shared=False)
     first.close()
-    connect(str(path), 1).close()
+    connect(UnixAddress(str(path)), 1).close()
     second.close()
 
 

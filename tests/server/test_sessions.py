@@ -15,6 +15,7 @@ import pytest
 from kvferry.errors import ProtocolError, RequestError
 from kvferry.protocol.framing import encode_frame
 from kvferry.protocol.messages import (
+    PROTOCOL_VERSION,
     Attach,
     Closed,
     Confirm,
@@ -91,12 +92,12 @@ def test_another_version_is_refused_with_both(stage: Stage) -> None:
     error = future.reply()
     assert isinstance(error, Error)
     assert "8 to 9" in error.text
-    assert "1 to 1" in error.text
+    assert "1 to 2" in error.text
     future.close()
     newer = Raw(stage.path, Hello(9, 1))
     welcome = newer.reply()
     assert isinstance(welcome, Welcome)
-    assert welcome.version == 1
+    assert welcome.version == PROTOCOL_VERSION
     newer.close()
 
 

@@ -13,7 +13,7 @@ from kvferry.client.keys import RequestKeys
 from kvferry.client.link import Link
 from kvferry.client.registration import RankName, Registration, register, unregister
 from kvferry.client.storages import prepare_storages
-from kvferry.client.url import socket_path
+from kvferry.client.url import parse_url
 from kvferry.errors import BlockIdError, KVFerryError
 from kvferry.ipc.policy import IPCPolicy
 from kvferry.layout import KeyContext, LayoutHints, chain_hashes, chunk_tokens_for
@@ -54,7 +54,7 @@ class CacheClient:
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}; the server needs some time to answer")
         self._timeout_s = timeout_s
-        self._link = Link(socket_path(url), timeout_s)
+        self._link = Link(parse_url(url), timeout_s)
         self._closed = False
         self._lock = threading.Lock()  # guards the fields below; never held over a call
         self._keys = RequestKeys()

@@ -16,6 +16,7 @@ from typing import TypeVar
 from kvferry.client.forks import tell_after_fork
 from kvferry.client.handshake import connect, greet
 from kvferry.client.process import ServerProcess
+from kvferry.client.url import Address
 from kvferry.client.waiting import Answer, OnAnswer, Waiting
 from kvferry.errors import DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
 from kvferry.protocol.framing import encode_request, receive, reply_reader, send_within
@@ -63,7 +64,7 @@ class _Heard(enum.Enum):
 
 
 class Link:
-    """A socket to the server at `path`, greeted. Thread-safe. Of no use in a forked child, which closes its copy.
+    """A socket to the server at `address`, greeted. Thread-safe. Of no use in a forked child, which closes its copy.
 
     A thread of its own reads what comes; a caller that waits for a reply reads by itself where nobody else is at it,
     which saves the way from thread to thread.
@@ -71,12 +72,12 @@ class Link:
     Raises ServerGoneError where no server answers, RequestError where it refuses, ProtocolError for another version.
     """
 
-    def __init__(self, path: str, timeout_s: float) -> None:
-        self._path = path
-        self._socket = connect(path, timeout_s)
+    def __init__(self, address: Address, timeout_s: float) -> None:
+        self._address = address
+        self._socket = connect(address, timeout_s)
         self._server = ServerProcess(self._socket)  # before it answers, so that it is the one that does
         try:
-            self.incarnation = greet(self._socket, timeout_s)
+            self.incarnation = greet(self._socket, timeout_s).incarnation
         except BaseException:
             self._socket.close()
             self._server.close()
@@ -148,7 +149,7 @@ class Link:
             self._hang_up("a frame could not be sent in time")
             raise
         except OSError as error:
-            raise self._gone or ServerGoneError(f"the server at {self._path} went away: {error}") from error
+            raise self._gone or ServerGoneError(f"the server at {self._address} went away: {error}") from error
         finally:
             self._send_lock.release()
 
@@ -200,7 +201,7 @@ class Link:
 
     def _hang_up(self, why: str) -> ServerGoneError:
         """Say nothing more; the server may still have something to say. Why the link ended."""
-        gone = self._gone = self._gone or ServerGoneError(f"no connection to the server at {self._path}: {why}")
+        gone = self._gone = self._gone or ServerGoneError(f"no connection to the server at {self._address}: {why}")
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         with self._fd_lock:

@@ -1,0 +1,56 @@
+"""Jobs: chunks from, and into, a rank's blocks."""
+
+from __future__ import annotations
+
+from kvferry.ipc.events import Ticket
+from kvferry.protocol.message import BlockIds, Count, Keys, Message, Seconds, Seq
+
+
+class Store(Message, frozen=True):
+    """Keep the chunks of the chain `keys` from `start_chunk` on. `block_ids` cover all of the chain.
+
+    The server reads once the event `ticket` is done (at once where there is none), or fails after `timeout_s`.
+    """
+
+    seq: Seq
+    keys: Keys
+    start_chunk: Count
+    block_ids: BlockIds
+    ticket: Ticket | None = None
+    timeout_s: Seconds = 60.0
+
+
+class Stored(Message, frozen=True):
+    """Chunks written, there already, and skipped for want of room or of a parent."""
+
+    seq: int
+    num_stored: int
+    num_present: int
+    num_skipped: int
+
+
+class Retrieve(Message, frozen=True):
+    """Write this rank's share of a lease into `block_ids`, which cover all of it, but for the first `skip_blocks`.
+
+    Blocks beyond the share are left alone.
+    """
+
+    seq: Seq
+    lease_id: Seq
+    block_ids: BlockIds
+    skip_blocks: Count = 0
+    ticket: Ticket | None = None
+    timeout_s: Seconds = 60.0
+
+
+class Retrieved(Message, frozen=True):
+    """All bytes are in place."""
+
+    seq: int
+    num_chunks: int
+
+
+class Cancel(Message, frozen=True):
+    """Stop job `job` (the seq of a Store or Retrieve). The job's own reply comes once no byte can land any more."""
+
+    job: Seq
