@@ -113,6 +113,20 @@ def test_a_pinned_chain_stays_and_the_store_is_skipped() -> None:
     assert hit(index, "abcd") == 0
 
 
+def test_a_pin_without_use_keeps_a_chain_and_makes_it_no_younger() -> None:
+    index = make_index(2)
+    fill(index, "a")
+    fill(index, "b")
+    last = index.lookup(NS, keys("a"))
+    assert last is not None
+    index.pin(last, use=False)
+    fill(index, "c")
+    assert (hit(index, "a"), hit(index, "b"), hit(index, "c")) == (1, 0, 1)
+    index.unpin(last, use=False)
+    fill(index, "d")
+    assert (hit(index, "a"), hit(index, "c"), hit(index, "d")) == (0, 1, 1)
+
+
 def test_a_chain_longer_than_the_pool_keeps_its_head() -> None:
     index = make_index(4)
     reservation = index.reserve(NS, keys("abcdef"), CHUNK)

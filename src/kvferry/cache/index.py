@@ -159,17 +159,23 @@ class ChunkIndex:
             self._queues.dirty.remove(chunk)
             self._queues.queue(chunk)
 
-    def pin(self, last: Chunk) -> None:
-        """Use the chain that ends with `last`, and keep all of it until `unpin`. It is visible, or pinned already."""
+    def pin(self, last: Chunk, *, use: bool = True) -> None:
+        """Use the chain that ends with `last`, and keep all of it until `unpin`. It is visible, or pinned already.
+
+        Without `use` it is only kept: what the server itself does with a chunk makes it no younger.
+        """
         assert last.visible or last.pins, last
         last.pins += 1
-        self._use(last)
+        if use:
+            self._use(last)
 
-    def unpin(self, last: Chunk) -> None:
-        """Undo one `pin` of the same chain; counts as a use."""
+    def unpin(self, last: Chunk, *, use: bool = True) -> None:
+        """Undo one `pin` of the same chain; counts as a use, or not, as that did."""
         assert last.pins > 0, last
         last.pins -= 1
-        self._use(last)
+        if use:
+            self._use(last)
+        self._queues.queue(last)
         self._let_go(last)
 
     def discard(self, root: Chunk) -> int:
