@@ -1,4 +1,4 @@
-"""Sessions from connect to the last frame: who may connect, what is dispatched, how they end."""
+"""Sessions from connect to the last frame: who is let in, how they end."""
 
 from __future__ import annotations
 
@@ -6,71 +6,31 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from kvferry.errors import KVFerryError, ProtocolError, RequestError
-from kvferry.protocol.framing import Frame, encode_frame
-from kvferry.protocol.messages import (
-    NO_SEQ,
-    OLDEST_VERSION,
-    PROTOCOL_VERSION,
-    Attach,
-    Cancel,
-    Closed,
-    Confirm,
-    Error,
-    FdBatch,
-    Hello,
-    Lookup,
-    Ping,
-    Pong,
-    Register,
-    Release,
-    Request,
-    Retrieve,
-    Stats,
-    StatsReply,
-    Store,
-    Unregister,
-    Welcome,
-)
-from kvferry.server.connection import FRAME_S, Connection
+from kvferry.errors import RequestError
+from kvferry.protocol.auth import Token
+from kvferry.protocol.framing import encode_frame
+from kvferry.protocol.messages import NO_SEQ, Closed, Error, Stats, StatsReply
+from kvferry.protocol.tcp import tune
+from kvferry.server.admission import MAX_STRANGERS, Admission
+from kvferry.server.connection import Connection
+from kvferry.server.dispatch import Dispatcher, make_handlers
 from kvferry.server.failures import failure_of
+from kvferry.server.greeter import Greeter
 from kvferry.server.jobs import Jobs
 from kvferry.server.lookups import Lookups
 from kvferry.server.loop import READ, Loop
-from kvferry.server.peer import check_uid, credentials, open_pidfd
+from kvferry.server.patience import Patience
 from kvferry.server.registrar import Registrar
-from kvferry.server.session import Session
+from kvferry.server.session import Greeting, Session
 from kvferry.server.state import State
+from kvferry.server.tasks import Failure
 
 _LOG = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
-_LINGER_S = 2.0  # how long an ended session may take to read its last frames
-
-Handler = Callable[[Session, Any], None]
-
-
-class Admission:
-    """Who may connect, and how many at a time."""
-
-    def __init__(self, *, own_uid: int, allow_uids: frozenset[int], max_sessions: int) -> None:
-        self._own_uid = own_uid
-        self._allow_uids = allow_uids
-        self._max_sessions = max_sessions
-
-    def admit(self, sock: socket.socket, num_sessions: int) -> tuple[str, int | None]:
-        """The tenant and the pidfd of a new peer. Raises RequestError where it may not connect."""
-        peer = credentials(sock)
-        check_uid(peer.uid, self._own_uid, self._allow_uids)
-        if num_sessions >= self._max_sessions:
-            raise RequestError("busy", f"{num_sessions} sessions are connected, which is all that max_sessions allows")
-        try:
-            return f"uid:{peer.uid}", open_pidfd(sock)
-        except ProcessLookupError:
-            raise RequestError("gone", f"process {peer.pid} ended before it was accepted") from None
 
 
 class Sessions:
@@ -80,50 +40,49 @@ class Sessions:
     unmapped by the worker, and then, where the client still reads, it gets a last frame and the socket is closed.
     """
 
-    def __init__(self, loop: Loop[Any], state: State, *, admission: Admission, incarnation: bytes) -> None:
+    def __init__(
+        self,
+        loop: Loop[Any],
+        state: State,
+        *,
+        admission: Admission,
+        incarnation: bytes,
+        tokens: Mapping[str, Token],
+        patience: Patience,
+    ) -> None:
         self._loop = loop
         self._state = state
         self._admission = admission
-        self._incarnation = incarnation
+        self._patience = patience
         self._sessions: dict[int, Session] = {}
+        self._strangers: dict[Session, None] = {}  # over TCP, not welcome yet; the oldest first
         self._ending: dict[Session, None] = {}
         self._look_at = 0.0
         self.registrar = Registrar(state, self._on_cache_closed)
         self.jobs = Jobs(state)
-        self._lookups = Lookups(state)
-        self._handlers: Mapping[type[Request], Handler] = {
-            Lookup: self._lookups.lookup,
-            Release: self._lookups.release,
-            Attach: self._lookups.attach,
-            Store: self.jobs.store,
-            Retrieve: self.jobs.retrieve,
-            Cancel: self.jobs.cancel,
-            Register: self.registrar.register,
-            Confirm: self.registrar.confirm,
-            Unregister: self.registrar.unregister,
-            Stats: self._stats,
-            Ping: lambda session, message: session.send(Pong(message.seq)),
-        }
+        greeter = Greeter(tokens, incarnation=incarnation, heartbeat_s=patience.heartbeat_s, on_proven=self._on_proven)
+        handlers = make_handlers(self.registrar, Lookups(state), self.jobs)
+        self._dispatcher = Dispatcher(
+            greeter, self.registrar, handlers={**handlers, Stats: self._stats}, refuse=self._refuse
+        )
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def accept(self, sock: socket.socket) -> None:
         """Take a new connection; owns the socket."""
+        now = time.monotonic()
+        if sock.family != socket.AF_UNIX:
+            self._accept_stranger(sock, now)
+            return
         try:
-            tenant, pidfd = self._admission.admit(sock, len(self._sessions))
+            tenant, pidfd = self._admission.admit(sock, self._num_admitted())
         except RequestError as error:
-            self._state.counters.sessions_refused += 1
+            self._state.refusals.count_session(error.code)
             _refuse(sock, error)
             return
-        session = Session(next(self._state.ids), tenant, pidfd=pidfd)
-        self._sessions[session.session_id] = session
-        session.connection = Connection(
-            sock,
-            self._loop,
-            on_frame=lambda frame: self._on_frame(session, frame),
-            on_end=lambda text, gone: self._on_connection_end(session, text, gone),
-        )
+        session = Session(next(self._state.ids), tenant, Greeting(remote=False, begun_at=now), pidfd=pidfd)
+        self._begin(session, sock)
         if pidfd is not None:
             self._loop.watch(pidfd, READ, lambda _: self.end(session, "the client's process ended", gone=True))
 
@@ -140,6 +99,7 @@ class Sessions:
             return
         session.ended = True
         self._ending[session] = None
+        self._strangers.pop(session, None)
         session.end_text = text
         session.connection.stop_reading()
         if session.pidfd is not None:
@@ -162,49 +122,68 @@ class Sessions:
             if session.pidfd is not None:
                 os.close(session.pidfd)
         self._sessions.clear()
+        self._strangers.clear()
         self._ending.clear()
 
     def tick(self, now: float) -> None:
-        """Close the sockets of those that do not read their last frames; end those that leave a frame unfinished."""
+        """Close the sockets of those that do not read their last frames; end those that are silent for too long."""
         if now >= self._look_at:
             self._look_at = now + _LOOK_S
-            for session in [session for session in self._sessions.values() if session.connection.is_overdue(now)]:
-                self._on_connection_end(session, f"no whole frame came within {FRAME_S:g} s", False)
+            for session in list(self._sessions.values()):
+                if not session.ended:
+                    self._look_for_silence(session, now)
         for session in list(self._ending):
             if session.close_by is not None and session.close_by <= now:
                 session.connection.close()
             self._finish(session)
 
-    def _on_frame(self, session: Session, frame: Frame[Request]) -> None:
-        message = frame.message
-        try:
-            if isinstance(message, Hello):
-                self._hello(session, message)
-            elif isinstance(message, FdBatch):
-                self.registrar.take_fds(session, frame)
-            elif not session.greeted:
-                raise ProtocolError(f"the first frame is {type(message).__name__}; it must be Hello")
-            else:
-                self._handlers[type(message)](session, message)
-        except ProtocolError:
-            raise
-        except (KVFerryError, ValueError) as error:
-            failure = failure_of(error)
-            session.send(Error(getattr(message, "seq", NO_SEQ), failure.code, failure.text))
-        except Exception as error:
-            _LOG.exception("session %d: %s failed", session.session_id, type(message).__name__)
-            raise ProtocolError(f"the server failed in {type(message).__name__}: {type(error).__name__}") from error
+    def _look_for_silence(self, session: Session, now: float) -> None:
+        patience, greeting = self._patience, session.greeting
+        if not session.welcome and now - greeting.begun_at > patience.greeting_s:
+            self._refuse(session, Failure("silent", f"the greeting was not over within {patience.greeting_s:g} s"))
+        elif session.connection.is_overdue(now, patience.frame_s):
+            self._on_connection_end(session, f"no whole frame came within {patience.frame_s:g} s", False)
+        elif greeting.remote and now - session.connection.heard_at > patience.silence_s:
+            self._state.counters.sessions_silent += 1
+            self.end(session, f"nothing was heard of the client for {patience.silence_s:g} s")
 
-    def _hello(self, session: Session, message: Hello) -> None:
-        if session.greeted:
-            raise ProtocolError("a second Hello")
-        if message.oldest > PROTOCOL_VERSION or message.version < OLDEST_VERSION:
-            raise ProtocolError(
-                f"the client speaks protocol {message.oldest} to {message.version}, "
-                f"this server {OLDEST_VERSION} to {PROTOCOL_VERSION}; update the older one"
-            )
-        session.greeted = True
-        session.send(Welcome(min(message.version, PROTOCOL_VERSION), self._incarnation))
+    def _accept_stranger(self, sock: socket.socket, now: float) -> None:
+        """Over TCP: nothing is known of the peer until it shows a token. The oldest stranger makes room."""
+        try:
+            tune(sock)
+        except OSError:  # it has gone already
+            sock.close()
+            return
+        if len(self._strangers) >= MAX_STRANGERS:
+            crowd = f"{MAX_STRANGERS} later connections wait to be greeted, and there is no room for more"
+            self._refuse(next(iter(self._strangers)), Failure("crowded", crowd))
+        session = Session(next(self._state.ids), "", Greeting(remote=True, begun_at=now))
+        self._strangers[session] = None
+        self._begin(session, sock)
+
+    def _begin(self, session: Session, sock: socket.socket) -> None:
+        self._sessions[session.session_id] = session
+        session.connection = Connection(
+            sock,
+            self._loop,
+            on_frame=lambda frame: self._dispatcher.handle(session, frame),
+            on_end=lambda text, gone: self._on_connection_end(session, text, gone),
+        )
+
+    def _num_admitted(self) -> int:
+        return len(self._sessions) - len(self._strangers)
+
+    def _on_proven(self, session: Session) -> None:
+        """The peer has shown a token. Raises RequestError where there is no room for it."""
+        if session in self._strangers:
+            self._admission.check_room(self._num_admitted())
+            del self._strangers[session]
+
+    def _refuse(self, session: Session, failure: Failure) -> None:
+        """End a session that is not welcome."""
+        self._state.refusals.count_session(failure.code)
+        session.send(Error(NO_SEQ, failure.code, failure.text))
+        self.end(session, failure.text)
 
     def _stats(self, session: Session, message: Stats) -> None:
         session.send(StatsReply(message.seq, {**self._state.values(), "sessions": len(self._sessions)}))
@@ -225,7 +204,7 @@ class Sessions:
             return
         connection = session.connection
         if not connection.closed and session.close_by is None:
-            session.close_by = time.monotonic() + _LINGER_S
+            session.close_by = time.monotonic() + self._patience.linger_s
             connection.send(Closed(session.end_text))
             connection.finish()
         if connection.closed:
@@ -235,9 +214,10 @@ class Sessions:
 
 def _refuse(sock: socket.socket, error: RequestError) -> None:
     """Tell a peer why it may not connect, if it fits into its socket at once, and close."""
+    failure = failure_of(error)
     sock.setblocking(False)
     try:
-        sock.send(encode_frame(Error(NO_SEQ, error.code, str(error))))
+        sock.send(encode_frame(Error(NO_SEQ, failure.code, failure.text)))
     except OSError:
         _LOG.info("a refused peer had gone before it could be told why: %s", error)
     finally:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 from kvferry.cache import ChunkIndex, LeaseTable, SlabPool
 from kvferry.server.engines import EngineTable
+from kvferry.server.refusals import Refusals
 from kvferry.server.workers import Workers
 
 
@@ -23,9 +24,8 @@ class Counters:
     bytes_stored: int = 0
     bytes_retrieved: int = 0
     registrations: int = 0
-    registrations_refused: int = 0
-    sessions_refused: int = 0
     sessions_broken: int = 0
+    sessions_silent: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -39,13 +39,16 @@ class State:
     largest_slot: int  # bytes that one chunk may have
     engines: EngineTable = field(default_factory=EngineTable)
     counters: Counters = field(default_factory=Counters)
+    refusals: Refusals = field(default_factory=Refusals)
     ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    more_values: list[Callable[[], Mapping[str, float]]] = field(default_factory=list)  # of other parts
 
     def values(self) -> dict[str, float]:
         """All counters and gauges by name."""
         index = {f"chunks_{name}": value for name, value in asdict(self.index.counters).items()}
         return {
             **asdict(self.counters),
+            **self.refusals.values(),
             **index,
             "chunks": len(self.index),
             "engines": len(self.engines),
@@ -53,4 +56,5 @@ class State:
             "leases_expired": self.leases.num_expired,
             "memory_bytes": self.pool.capacity_bytes,
             "memory_used_bytes": self.pool.used_bytes,
+            **{name: value for values in self.more_values for name, value in values().items()},
         }

@@ -1,0 +1,111 @@
+"""All parts of one server, made and joined: the one place that knows every one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.cache import ChunkIndex, LeaseTable, Quotas, SlabPool
+from kvferry.config import ServerConfig
+from kvferry.errors import DeadlineError
+from kvferry.protocol.address import Address
+from kvferry.protocol.auth import read_tokens
+from kvferry.server.acceptor import Acceptor
+from kvferry.server.admission import Admission
+from kvferry.server.devices import choose_devices
+from kvferry.server.health import Health
+from kvferry.server.limits import check_memory
+from kvferry.server.listener import group_id_of, make_listeners
+from kvferry.server.loop import Loop
+from kvferry.server.memory import Memory
+from kvferry.server.patience import Patience
+from kvferry.server.sessions import Sessions
+from kvferry.server.state import State
+from kvferry.server.tasks import CacheClosed, CacheOpened, CopyDone, FdsTaken, MemoryReady, PrepareTask
+from kvferry.server.workers import Workers
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the server itself calls.
+
+    `addresses` are where it listens, with real ports; `handlers`: what is done with each kind of item that is posted to the loop."""
+
+    state: State
+    sessions: Sessions
+    acceptors: tuple[Acceptor, ...]
+    addresses: tuple[Address, ...]
+    health: Health
+    handlers: Mapping[type, Callable[[Any], None]]
+
+    def stop_threads(self, timeout_s: float) -> list[DeadlineError]:
+        """End all threads that may use the memory; those that did not end in time, for which it can be called again."""
+        return self.state.workers.stop(timeout_s)
+
+
+def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, *, patience: Patience) -> Parts:
+    """Make all parts of a server; `undo` gives back what they hold, once no thread runs any more.
+
+    Raises ShareError, CudaUnavailableError, ValueError as `CacheServer.start` says.
+    """
+    devices = choose_devices(config.device)
+    memory = _memory(config, undo)
+    workers = Workers(devices.make_host, devices.make_gpu, devices.gpus, memory_address=memory.address, post=loop.post)
+    state = _state(config, memory, workers)
+    health = Health(config.stall_s)
+    state.more_values.append(health.values)
+    sessions = _sessions(config, loop, state, patience)
+    listeners = make_listeners(config, undo)
+    acceptors = tuple(Acceptor(loop, listener.socket, sessions.accept) for listener in listeners)
+    primary = workers.get(devices.primary)
+    for offset, nbytes in memory.pieces:  # from here on nothing fails: the worker uses the memory
+        primary.submit(PrepareTask(offset, nbytes))
+    addresses = tuple(listener.address for listener in listeners)
+    return Parts(state, sessions, acceptors, addresses, health, _handlers(sessions, state))
+
+
+def _memory(config: ServerConfig, undo: contextlib.ExitStack) -> Memory:
+    """The host memory, none of it touched yet."""
+    check_memory(config.memory_bytes)
+    memory = Memory(config.memory_bytes)
+    undo.callback(memory.close)
+    return memory
+
+
+def _state(config: ServerConfig, memory: Memory, workers: Workers) -> State:
+    """The cache core: pool, index, leases."""
+    pool = SlabPool()
+    index = ChunkIndex(pool, quotas=Quotas(config.tenant_quotas))
+    leases = LeaseTable(index, config.lease_ttl_s)
+    return State(pool, index, leases, workers, max(nbytes for _, nbytes in memory.pieces))
+
+
+def _sessions(config: ServerConfig, loop: Loop[Any], state: State, patience: Patience) -> Sessions:
+    """Who may connect, and what is done with what they send."""
+    return Sessions(
+        loop,
+        state,
+        admission=Admission(
+            own_uid=os.geteuid(),
+            allow_uids=config.allow_uids,
+            group_id=group_id_of(config.socket_group),
+            max_sessions=config.max_sessions,
+        ),
+        incarnation=secrets.token_bytes(16),
+        tokens={} if config.token_file is None else read_tokens(config.token_file),
+        patience=patience,
+    )
+
+
+def _handlers(sessions: Sessions, state: State) -> Mapping[type, Callable[[Any], None]]:
+    return {
+        CopyDone: sessions.jobs.on_done,
+        FdsTaken: sessions.registrar.on_fds_taken,
+        CacheOpened: sessions.registrar.on_opened,
+        CacheClosed: sessions.registrar.on_closed,
+        MemoryReady: lambda item: state.pool.add_area(item.offset, item.nbytes),
+    }

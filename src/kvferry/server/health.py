@@ -1,0 +1,60 @@
+"""The watchdog: whether every thread of the server still moves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from kvferry.server.pulse import Pulse
+
+_LOG = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+
+
+class Report(NamedTuple):
+    """What the last look found; there are `reasons` where it is not `healthy`."""
+
+    healthy: bool
+    reasons: tuple[str, ...]
+
+
+class Health:
+    """Looks at pulses. Belongs to the loop thread, whose own pulse others look at.
+
+    A thread that stalled and moves again is healthy again; what has failed for good stays so.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._sources: list[Callable[[], Iterable[Pulse]]] = []
+        self._failure: str | None = None
+        self._look_at = 0.0
+        self.report = Report(True, ())
+
+    def watch(self, pulses: Callable[[], Iterable[Pulse]]) -> None:
+        """Look at these, too; `pulses` is asked at every look, since threads come and go."""
+        self._sources.append(pulses)
+
+    def fail(self, text: str) -> None:
+        """Something has failed for good, and the server is about to end."""
+        self._failure = text
+        self._look_at = 0.0
+
+    def tick(self, now: float) -> None:
+        """Look, if it is time to. What changed is logged."""
+        if now < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        stalls = (pulse.stalled(now, self._stall_s) for pulses in self._sources for pulse in pulses())
+        reasons = tuple(text for text in (self._failure, *stalls) if text is not None)
+        was_healthy, self.report = self.report.healthy, Report(not reasons, reasons)
+        if reasons and was_healthy:
+            _LOG.error("unhealthy: %s", "; ".join(reasons))
+        elif not reasons and not was_healthy:
+            _LOG.warning("healthy again")
+
+    def values(self) -> dict[str, float]:
+        """For `stats`."""
+        return {"healthy": float(self.report.healthy)}
