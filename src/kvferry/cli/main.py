@@ -135,6 +135,22 @@ def bench_store(
         _report("store", config.device, run_bench_store(config), as_json=as_json)
 
 
+@bench.command("server")
+def bench_server(
+    seconds: Annotated[float, typer.Option(help="Load over which memory is watched; 3600 is an hour.")] = 60.0,
+    lookup_seconds: Annotated[float, typer.Option(help="Lookups by each number of clients.")] = 4.0,
+    clients: Annotated[list[int], typer.Option(help="Clients at once; may be given again.")] = [],  # noqa: B006  typer copies it
+    lookups: Annotated[int, typer.Option(min=2, help="Lookups by one client alone to time.")] = 300,
+    as_json: JsonOption = False,
+) -> None:
+    """Lookups by many clients at once, on the host backend; whether the server's memory stays flat under load."""
+    from kvferry.cli.bench_server import ServerBenchConfig, run_bench_server
+
+    config = ServerBenchConfig(seconds, lookup_seconds, tuple(clients) or (1, 8, 64), lookups)
+    with _ended_by_sigterm():
+        _report("server", "cpu", run_bench_server(config), as_json=as_json)
+
+
 def _report(name: str, device: str, results: list[Result], *, as_json: bool) -> None:
     from kvferry.cli.bench_report import as_object, show
     from kvferry.cli.machine import describe_machine
