@@ -20,8 +20,8 @@ from kvferry.ipc import allocate_shared
 from kvferry.layout import KVLayout, Plane
 from kvferry.protocol.messages import Closed, Hello, Register, Welcome
 from kvferry.server import CacheServer, ServerConfig
-from kvferry.server import connection as connection_module
 from kvferry.server.engines import EngineTable, Geometry
+from kvferry.server.patience import Patience
 from serving.engine_side import BLOCK_SIZE, CHUNK_BLOCKS, CHUNK_TOKENS, prompt
 from serving.process import Side, Stage, eventually
 from serving.raw import Raw
@@ -162,12 +162,10 @@ def test_no_time_at_all_is_no_time_limit(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x10", b"\x10\0\0\0half a fr"])
-def test_a_frame_that_is_never_finished_ends_its_session(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
-) -> None:
-    monkeypatch.setattr(connection_module, "FRAME_S", 0.3)
+def test_a_frame_that_is_never_finished_ends_its_session(tmp_path: Path, data: bytes) -> None:
     path = str(tmp_path / "s")
-    with CacheServer(ServerConfig(socket_path=path, memory_bytes=1 << 20, device="cpu")):
+    config = ServerConfig(socket_path=path, memory_bytes=1 << 20, device="cpu")
+    with CacheServer(config, patience=Patience(frame_s=0.3, greeting_s=0.3)):
         raw = Raw(path, *([Hello(1, 1)] if data else []))
         if data:
             assert isinstance(raw.reply(), Welcome)

@@ -18,7 +18,7 @@ from kvferry.errors import ServerGoneError, ShareError
 from kvferry.protocol.address import UnixAddress
 from kvferry.server import CacheServer
 from kvferry.server.limits import check_memory
-from kvferry.server.listener import Listener
+from kvferry.server.listener import UnixListener
 
 
 def stale(path: Path) -> None:
@@ -29,7 +29,7 @@ def stale(path: Path) -> None:
 def test_a_stale_file_is_replaced_and_removed(tmp_path: Path) -> None:
     path = tmp_path / "s"
     stale(path)
-    listener = Listener(str(path), shared=False)
+    listener = UnixListener(str(path), shared=False)
     connect(UnixAddress(str(path)), 1).close()
     listener.close()
     listener.close()
@@ -38,9 +38,9 @@ def test_a_stale_file_is_replaced_and_removed(tmp_path: Path) -> None:
 
 def test_a_second_server_leaves_the_first_alone(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    first = Listener(str(path), shared=False)
+    first = UnixListener(str(path), shared=False)
     with pytest.raises(ShareError, match="another server answers"):
-        Listener(str(path), shared=False)
+        UnixListener(str(path), shared=False)
     connect(UnixAddress(str(path)), 1).close()
     first.close()
 
@@ -54,7 +54,7 @@ def test_a_server_too_busy_to_accept_is_not_stale(tmp_path: Path) -> None:
         with pytest.raises(ServerGoneError):
             connect(UnixAddress(path), 0.05)
         with pytest.raises(ShareError, match="another server answers"):
-            Listener(path, shared=False)
+            UnixListener(path, shared=False)
         found: list[socket.socket] = []
         thread = threading.Thread(target=lambda: found.append(connect(UnixAddress(path), 5)))
         thread.start()
@@ -69,12 +69,12 @@ def test_of_servers_that_start_together_one_wins(tmp_path: Path) -> None:
     path = str(tmp_path / "s")
     for _ in range(30):
         stale(Path(path))
-        made: list[Listener] = []
+        made: list[UnixListener] = []
         refused: list[ShareError] = []
 
-        def start(made: list[Listener] = made, refused: list[ShareError] = refused) -> None:
+        def start(made: list[UnixListener] = made, refused: list[ShareError] = refused) -> None:
             try:
-                made.append(Listener(path, shared=False))
+                made.append(UnixListener(path, shared=False))
             except ShareError as error:
                 refused.append(error)
 
@@ -91,9 +91,9 @@ def test_of_servers_that_start_together_one_wins(tmp_path: Path) -> None:
 
 def test_a_closing_server_leaves_its_successors_file(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    first = Listener(str(path), shared=False)
+    first = UnixListener(str(path), shared=False)
     path.rename(tmp_path / "moved")
-    second = Listener(str(path), shared=False)
+    second = UnixListener(str(path), shared=False)
     first.close()
     connect(UnixAddress(str(path)), 1).close()
     second.close()
@@ -118,7 +118,7 @@ def test_places_that_cannot_be_had(tmp_path: Path, make: Callable[[Path], str], 
 def test_a_folder_that_is_not_writable(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ShareError, match="cannot listen"):
-        Listener(str(tmp_path / "s"), shared=False)
+        UnixListener(str(tmp_path / "s"), shared=False)
 
 
 def test_a_path_that_is_too_long() -> None:

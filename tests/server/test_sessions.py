@@ -29,8 +29,9 @@ from kvferry.protocol.messages import (
     Store,
     Welcome,
 )
+from kvferry.server.admission import Admission
 from kvferry.server.lookups import KeyRun
-from kvferry.server.peer import check_uid, credentials, open_pidfd
+from kvferry.server.peer import credentials, open_pidfd
 from serving.engine_side import CHUNK_TOKENS
 from serving.process import Stage, Zygote, eventually
 from serving.raw import Raw
@@ -175,16 +176,21 @@ def test_the_socket_is_the_owners_only(stage: Stage) -> None:
 
 
 def test_another_uid_is_refused_with_both_named() -> None:
-    check_uid(1000, 1000, ())
-    check_uid(1001, 1000, {1001})
+    admission = Admission(own_uid=1000, allow_uids={1001}, max_sessions=1)
+    admission.check_uid(1000, ())
+    admission.check_uid(1001, ())
     with pytest.raises(RequestError, match=r"uid 1000 .*uid 1002"):
-        check_uid(1002, 1000, {1001})
+        admission.check_uid(1002, (0, 1000))
+    grouped = Admission(own_uid=1000, group_id=7, max_sessions=1)
+    grouped.check_uid(1002, (5, 7))
+    with pytest.raises(RequestError, match=r"uid 1002 .*group 7"):
+        grouped.check_uid(1002, (5,))
 
 
 def test_the_peer_is_known_by_the_kernel() -> None:
     left, right = socket.socketpair()
     with left, right:
-        assert credentials(left) == (os.getpid(), os.getuid())
+        assert credentials(left) == (os.getpid(), os.getuid(), os.getgid())
         pidfd = open_pidfd(left)
         assert pidfd is not None
         os.close(pidfd)

@@ -10,18 +10,23 @@ from doubles.fake_cuda import FakeDriver
 from kvferry.cuda.driver import set_driver_for_testing
 from kvferry.ipc import process_table
 from kvferry.server import CacheServer, ServerConfig
+from kvferry.server.patience import Patience
 
 
 class ServerSide:
-    """Starts the server when made; with `double`, over the driver's double."""
+    """Starts the server when made; with `double`, over the driver's double, and `patience` as given."""
 
-    def __init__(self, double: bool = False, **config: Any) -> None:
+    def __init__(self, double: bool = False, patience: dict[str, float] | None = None, **config: Any) -> None:
         if double:
             driver = FakeDriver()
             copy_kernel.install(driver)
             set_driver_for_testing(driver)
-        self.server = CacheServer(ServerConfig(**config))
+        self.server = CacheServer(ServerConfig(**config), patience=Patience(**(patience or {})))
         self.server.start()
+
+    def urls(self) -> dict[str, Any]:
+        """Where it listens."""
+        return {"urls": self.server.urls}
 
     def mappings(self) -> dict[str, Any]:
         """What the process has mapped from others, and its threads."""

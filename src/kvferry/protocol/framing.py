@@ -1,6 +1,6 @@
-"""Frames on a Unix stream socket: a length (little-endian u32), then one message as msgpack.
+"""Frames on a stream socket: a length (little-endian u32), then one message as msgpack.
 
-File descriptors come only with an FdBatch, attached to its first byte. The kernel ends a read after the bytes that
+File descriptors come only with an FdBatch on a Unix socket, attached to its first byte. The kernel ends a read after the bytes that
 carried descriptors, so those that a read yields belong to the last frame that began in it.
 """
 
@@ -23,6 +23,7 @@ from kvferry.ipc.fds import recv_fds, send_fds
 from kvferry.protocol.messages import MAX_FDS_A_BATCH, FdBatch, Message, Reply, Request
 
 MAX_FRAME_BYTES = 16 << 20
+MAX_GREETING_BYTES = 64 << 10  # a frame of somebody who is not welcome yet
 SO_PEERPIDFD = 77  # Linux 6.5; the number is the kernel's
 READ_BYTES = 64 << 10  # less than what malloc maps anew each time
 _LENGTH = struct.Struct("<I")
@@ -59,9 +60,13 @@ def encode_frame(message: Message) -> bytes:
 
 
 class FrameReader(Generic[_M]):
-    """Puts frames together from what a socket gives. Owns descriptors until `next_frame` hands them out."""
+    """Puts frames together from what a socket gives. Owns descriptors until `next_frame` hands them out.
+
+    Frames longer than `max_bytes`, which may be set at any time, are errors.
+    """
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[_M]) -> None:
+        self.max_bytes = MAX_FRAME_BYTES
         self._decoder = decoder
         self._buffer = bytearray()
         self._start = 0
@@ -89,8 +94,8 @@ class FrameReader(Generic[_M]):
             self._need_more(available)
             return None
         (length,) = _LENGTH.unpack_from(self._buffer, self._start)
-        if length > MAX_FRAME_BYTES:
-            raise ProtocolError(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES} are allowed")
+        if length > self.max_bytes:
+            raise ProtocolError(f"a frame of {length} bytes; at most {self.max_bytes} are allowed")
         begin = self._start + _LENGTH.size
         end = begin + length
         if len(self._buffer) < end:

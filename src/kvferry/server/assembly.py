@@ -33,7 +33,9 @@ from kvferry.server.workers import Workers
 class Parts:
     """What the server itself calls.
 
-    `addresses` are where it listens, with real ports; `handlers`: what is done with each kind of item that is posted to the loop."""
+    `addresses` are where it listens, with real ports; `handlers`: what is done with each kind of item that is posted to
+    the loop.
+    """
 
     state: State
     sessions: Sessions

@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Callable
 
 from kvferry.errors import ProtocolError
-from kvferry.protocol.framing import Frame, encode_frame, receive, request_reader
+from kvferry.protocol.framing import MAX_FRAME_BYTES, MAX_GREETING_BYTES, Frame, encode_frame, receive, request_reader
 from kvferry.protocol.messages import Message, Request
 from kvferry.server.loop import READ, WRITE, Loop
 
 MAX_QUEUED_BYTES = 8 << 20
-FRAME_S = 60.0  # from the first byte of a frame to its last, and from connecting to the first frame
 
 OnFrame = Callable[[Frame[Request]], None]
 OnEnd = Callable[[str, bool], None]
@@ -36,6 +35,7 @@ class Connection:
         self._on_frame = on_frame
         self._on_end = on_end
         self._reader = request_reader()
+        self._reader.max_bytes = MAX_GREETING_BYTES
         self._queue: deque[memoryview] = deque()
         self._queued_bytes = 0
         self._reading = True
@@ -43,12 +43,17 @@ class Connection:
         self._muted = False  # nothing more can be said
         self._close_when_sent = False
         self._events = READ
-        self._begun_at: float | None = time.monotonic()
+        self.heard_at = time.monotonic()
+        self._begun_at: float | None = None
         self._loop.watch(sock.fileno(), READ, self._on_ready)
 
     @property
     def closed(self) -> bool:
         return self._socket.fileno() < 0
+
+    def lift_limit(self) -> None:
+        """The peer is welcome: take frames of any size."""
+        self._reader.max_bytes = MAX_FRAME_BYTES
 
     def send(self, message: Message) -> None:
         """Queue a frame, and send at once what the socket takes. A peer that does not read is ended."""
@@ -61,9 +66,9 @@ class Connection:
         if self._queued_bytes > MAX_QUEUED_BYTES:
             self._end(f"the client left {MAX_QUEUED_BYTES} bytes of replies unread")
 
-    def is_overdue(self, now: float) -> bool:
-        """Whether the first frame, or one that has begun, has been awaited for too long."""
-        return self._reading and self._begun_at is not None and now - self._begun_at > FRAME_S
+    def is_overdue(self, now: float, frame_s: float) -> bool:
+        """Whether the rest of a frame has been awaited for longer than that."""
+        return self._reading and self._begun_at is not None and now - self._begun_at > frame_s
 
     def stop_reading(self) -> None:
         """Handle no more frames; the peer's hanging up is still noticed."""
@@ -110,6 +115,7 @@ class Connection:
             for fd in fds:
                 os.close(fd)
             return
+        self.heard_at = time.monotonic()
         self._reader.feed(data, fds)
         while self._reading and not self.closed and (frame := self._reader.next_frame()) is not None:
             self._begun_at = None

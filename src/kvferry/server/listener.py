@@ -1,49 +1,63 @@
-"""The server's Unix socket: made for its own user, and taken away at the end."""
+"""Where the server listens: a Unix socket made for its own user and taken away at the end, and a TCP socket."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
+import ipaddress
+import logging
 import os
 import socket
 import stat
 import time
 from collections.abc import Iterator
 
+from kvferry.config import ServerConfig
 from kvferry.errors import ShareError
+from kvferry.protocol.address import Address, TcpAddress, UnixAddress
+
+_LOG = logging.getLogger(__name__)
 
 _BACKLOG = 1024  # as far as net.core.somaxconn allows
 _LOCK_S = 5.0
 _LOOK_AGAIN_S = 0.01
 
 
-class Listener:
-    """A listening Unix socket at `path`, mode 0600 (0666 where others may connect: they are checked by uid).
+class UnixListener:
+    """A listening Unix socket at `path`, mode 0600.
 
-    A socket file that nobody answers at is what a killed server left, and is replaced.
+    It is 0660 where it is given to a group, 0666 where other uids may connect; who connects is checked in any case. A
+    socket file that nobody answers at is what a killed server left, and is replaced.
 
     Raises ShareError where another server answers there, or the path is something else.
     """
 
-    def __init__(self, path: str, *, shared: bool) -> None:
+    def __init__(self, path: str, *, shared: bool = False, group_id: int | None = None) -> None:
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._inode: int | None = None
         try:
             with _locked(os.path.dirname(os.path.abspath(path))):
                 _remove_stale(path)
-                # Before bind, so that there is no moment at which others could connect.
-                os.fchmod(self.socket.fileno(), 0o666 if shared else 0o600)
+                os.fchmod(self.socket.fileno(), 0o600)  # before bind: there is no moment at which others could connect
                 self.socket.bind(path)
-                os.chmod(path, 0o666 if shared else 0o600)
-                self.socket.listen(_BACKLOG)
                 self._inode = os.stat(path).st_ino
+                if group_id is not None:
+                    _give_to_group(path, group_id)
+                os.chmod(path, 0o666 if shared else 0o600 if group_id is None else 0o660)
+                self.socket.listen(_BACKLOG)
             self.socket.setblocking(False)
         except OSError as error:
-            self.socket.close()
+            self.close()
             raise ShareError(f"cannot listen at {path}: {error}") from error
         except BaseException:
-            self.socket.close()
+            self.close()
             raise
+
+    @property
+    def address(self) -> Address:
+        return UnixAddress(self.path)
 
     def close(self) -> None:
         """Remove the socket's file if it is still ours, and stop listening. Idempotent."""
@@ -53,6 +67,78 @@ class Listener:
             if os.stat(self.path).st_ino == self._inode:
                 os.unlink(self.path)  # while we still answer there, so that nobody has put a socket in its place
         self.socket.close()
+
+
+class TcpListener:
+    """A listening TCP socket at the first address that the host's name stands for; `address` has the real port.
+
+    Raises ShareError where it cannot be had.
+    """
+
+    def __init__(self, address: TcpAddress) -> None:
+        try:
+            family, kind, protocol, _, place = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self.socket = socket.socket(family, kind, protocol)
+        except OSError as error:
+            raise ShareError(f"cannot listen at {address}: {error}") from error
+        try:
+            self.socket.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # what old connections left is no hindrance
+            self.socket.bind(place)
+            self.socket.listen(_BACKLOG)
+            self.socket.setblocking(False)
+            host, port = self.socket.getsockname()[:2]
+        except OSError as error:
+            self.socket.close()
+            raise ShareError(
+                f"cannot listen at {address}: {error}; choose another port, or 0 for any that is free"
+            ) from error
+        self.address: Address = TcpAddress(host, port)
+        if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+            _LOG.warning(
+                "%s can be reached from other machines: who may connect is checked, but nothing is encrypted",
+                self.address,
+            )
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self.socket.close()
+
+
+Listener = UnixListener | TcpListener
+
+
+def make_listeners(config: ServerConfig, undo: contextlib.ExitStack) -> tuple[Listener, ...]:
+    """What the configuration asks for, listening until `undo` closes it. Raises ShareError."""
+    shared, group_id = bool(config.allow_uids), group_id_of(config.socket_group)
+    made: list[Listener] = [UnixListener(config.socket_path, shared=shared, group_id=group_id)]
+    undo.callback(made[0].close)
+    if config.listen is not None:
+        made.append(TcpListener(TcpAddress.parse(config.listen)))
+        undo.callback(made[1].close)
+    return tuple(made)
+
+
+def group_id_of(name: str | None) -> int | None:
+    """The number of a group that is given by name or number. Raises ShareError where there is none of that name."""
+    if name is None or name.isdigit():
+        return None if name is None else int(name)
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise ShareError(f"there is no group {name!r} to give the socket to; see `getent group`") from None
+
+
+def _give_to_group(path: str, group_id: int) -> None:
+    try:
+        os.chown(path, -1, group_id)
+    except PermissionError:
+        raise ShareError(
+            f"the socket {path} cannot be given to group {group_id}: uid {os.geteuid()} is no member of it"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Collection
 from typing import NamedTuple
 
-from kvferry.errors import RequestError
 from kvferry.protocol.framing import SO_PEERPIDFD
 
-_UCRED = struct.Struct("3i")
+_UCRED = struct.Struct("iII")
+_SO_PEERGROUPS = 59  # the number is the kernel's
+_MAX_GROUPS_BYTES = 1024  # what Python reads of an option
 
 
 class Credentials(NamedTuple):
@@ -19,20 +19,21 @@ class Credentials(NamedTuple):
 
     pid: int
     uid: int
+    gid: int
 
 
 def credentials(sock: socket.socket) -> Credentials:
     """The credentials that the peer had when it connected."""
-    pid, uid, _gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return Credentials(pid, uid)
+    return Credentials(*_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 
 
-def check_uid(uid: int, own_uid: int, allow_uids: Collection[int]) -> None:
-    """Raise RequestError unless `uid` may use a server that runs as `own_uid`."""
-    if uid != own_uid and uid not in allow_uids:
-        raise RequestError(
-            "uid", f"this server runs as uid {own_uid} and you as uid {uid}; start it with uid {uid} among allow_uids"
-        )
+def groups_of(sock: socket.socket) -> set[int]:
+    """The supplementary groups that the peer had when it connected; none where they are more than can be read."""
+    try:
+        data = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
+    except OSError:
+        return set()
+    return {gid for (gid,) in struct.iter_unpack("I", data)}
 
 
 def open_pidfd(sock: socket.socket) -> int | None:

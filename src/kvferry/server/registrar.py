@@ -41,16 +41,13 @@ class Registrar:
 
     def register(self, session: Session, message: Register) -> None:
         """Claim the rank, and have the device's worker open the cache."""
-        if session.cache is not None:
-            raise RequestError("registered", "this session has a KV cache already; unregister it first")
-        if session.engine_id not in (None, message.engine_id):
-            raise RequestError("attach", f"this session looks up for engine {session.engine_id!r} and stays with it")
         try:
+            self._check(session, message)
             worker = self._state.workers.get(message.device_uuid)
             cache_id = next(self._state.ids)
             engine = self._state.engines.claim(session.tenant, message, cache_id)
-        except RequestError:
-            self._state.counters.registrations_refused += 1
+        except RequestError as error:
+            self._state.refusals.count_registration(error.code)
             raise
         self._warn_if_too_large(engine)
         num_fds = message.num_fds + message.num_event_fds
@@ -69,6 +66,20 @@ class Registrar:
                 message.num_event_fds,
             )
         )
+
+    def _check(self, session: Session, message: Register) -> None:
+        """Raise RequestError where this session may not register that."""
+        if session.cache is not None:
+            raise RequestError("registered", "this session has a KV cache already; unregister it first")
+        if session.engine_id not in (None, message.engine_id):
+            raise RequestError("attach", f"this session looks up for engine {session.engine_id!r} and stays with it")
+        if session.greeting.remote and (message.num_fds or message.num_event_fds):
+            raise RequestError(
+                "transport",
+                f"{message.num_fds} file descriptors for memory and {message.num_event_fds} for events would have to "
+                "come with this KV cache, and TCP carries none. Over TCP give memory of cudaMalloc by raw handles, "
+                "IPCPolicy('raw'); for virtual memory (vmm) and host memory use the server's Unix socket",
+            )
 
     def take_fds(self, session: Session, frame: Frame[Request]) -> None:
         """Hand descriptors on to the worker; owns them."""
@@ -152,7 +163,7 @@ class Registrar:
             cache.state = CacheState.PROVEN
             cache.session.send(Proof(cache.seq, done.nonces))
             return
-        self._state.counters.registrations_refused += 1
+        self._state.refusals.count_registration(done.failure.code)
         cache.session.send(Error(cache.seq, done.failure.code, done.failure.text))
         self.close(cache.session)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from kvferry.protocol.messages import Message
+from kvferry.protocol.auth import Token
+from kvferry.protocol.messages import Hello, Message
 from kvferry.server.connection import Connection
 from kvferry.server.engines import Engine, Rank
 from kvferry.server.worker import DeviceWorker
@@ -46,6 +47,22 @@ class RankCache:
 
 
 @dataclass(slots=True, eq=False)
+class Greeting:
+    """How far a session has come towards being welcome. `version` is the protocol spoken, 0 until then.
+
+    A `remote` peer is at the other end of a TCP connection: it has shown a token once it is welcome, and can send no
+    descriptors. `token` and `nonce` are set while its proof is awaited, and after.
+    """
+
+    remote: bool
+    begun_at: float
+    hello: Hello | None = None
+    token: Token | None = None
+    nonce: bytes = b""
+    version: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """One connected client. `caches` holds all registrations that the worker still knows, `cache` the current one.
 
@@ -55,9 +72,9 @@ class Session:
 
     session_id: int
     tenant: str
+    greeting: Greeting
     connection: Connection = field(init=False)
     pidfd: int | None = None
-    greeted: bool = False
     engine_id: str | None = None
     cache: RankCache | None = None
     leaving: RankCache | None = None
@@ -67,6 +84,11 @@ class Session:
     ended: bool = False
     end_text: str = ""
     close_by: float | None = None
+
+    @property
+    def welcome(self) -> bool:
+        """Whether the greeting is over, and it may ask for anything."""
+        return self.greeting.version > 0
 
     def send(self, message: Message) -> None:
         """Queue a frame; nothing where the client is gone."""
