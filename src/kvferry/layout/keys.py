@@ -57,9 +57,12 @@ class KeyChain:
         data = self._tail + added if self._tail else added
         size = self.chunk_tokens * _TOKEN_BYTES
         whole = len(data) - len(data) % size
-        last, sha256, hashes = self._last, hashlib.sha256, []
-        for start in range(0, whole, size):
-            last = sha256(last + data[start : start + size]).digest()
+        last, fresh, hashes = self._last, hashlib.sha256().copy, []  # a copy costs OpenSSL less than a new one
+        for (chunk,) in struct.iter_unpack(f"{size}s", data[:whole]):
+            state = fresh()
+            state.update(last)
+            state.update(chunk)
+            last = state.digest()
             hashes.append(last)
         self._hashes += b"".join(hashes)
         self._last, self._tail = last, data[whole:]
