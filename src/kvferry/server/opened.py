@@ -26,6 +26,7 @@ class OpenedCache:
     def __init__(self, task: OpenTask) -> None:
         self.layout = task.layout
         self._wrappers = decode_descriptors(task.wrappers)
+        self._probes = task.probes or (0,) * len(self._wrappers)
         try:
             self._slots = deque(fd_slots(self._wrappers))
             self._check(task)
@@ -63,13 +64,16 @@ class OpenedCache:
         self.received += len(fds)
 
     def finish(self) -> tuple[bytes, ...]:
-        """Map everything; what each storage begins with."""
+        """Map everything; what each storage holds at its probe."""
         self._tensors = [wrapper.to_tensor() for wrapper in self._wrappers]
         self._bases = [tensor.data_ptr() for tensor in self._tensors]
         if self._events_data:
             fds, self._event_fds = self._event_fds, []
             self.events = open_events(self._events_data, fds)
-        return tuple(tensor[:NONCE_BYTES].cpu().numpy().tobytes() for tensor in self._tensors)
+        return tuple(
+            tensor[probe : probe + NONCE_BYTES].cpu().numpy().tobytes()
+            for tensor, probe in zip(self._tensors, self._probes, strict=True)
+        )
 
     def plan(self, task: CopyTask, pool_address: int) -> CopyPlan:
         """What a task copies. Raises BlockIdError unless all its blocks are there and none is named twice."""
@@ -120,4 +124,9 @@ class OpenedCache:
                 )
             if wrapper.dtype is not torch.uint8 or len(wrapper.shape) != 1 or wrapper.stride != (1,):
                 raise LayoutError(f"{wrapper!r} is no storage; each is one dense run of uint8")
-        self.layout.validate([wrapper.shape[0] for wrapper in self._wrappers])
+        sizes = [wrapper.shape[0] for wrapper in self._wrappers]
+        if len(self._probes) != len(sizes) or any(
+            probe >= size for probe, size in zip(self._probes, sizes, strict=True)
+        ):
+            raise WireError(f"probes at {self._probes[:8]} of {len(sizes)} storages that have {sizes[:8]} bytes")
+        self.layout.validate(sizes)

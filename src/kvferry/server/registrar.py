@@ -64,6 +64,7 @@ class Registrar:
                 message.num_fds,
                 message.events,
                 message.num_event_fds,
+                message.probes,
             )
         )
 

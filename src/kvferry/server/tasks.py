@@ -29,7 +29,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class OpenTask:
-    """Take in a cache: `num_fds` descriptors of its wrappers and `num_event_fds` of its events are still to come."""
+    """Take in a cache: `num_fds` descriptors of its wrappers and `num_event_fds` of its events are still to come.
+
+    `probes` are the offsets, one a storage, at which it is read to prove that it is mapped; none: at 0.
+    """
 
     cache_id: int
     layout: KVLayout
@@ -38,6 +41,7 @@ class OpenTask:
     num_fds: int
     events: bytes
     num_event_fds: int
+    probes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class FdsTaken:
 
 @dataclass(frozen=True, slots=True)
 class CacheOpened:
-    """The cache is mapped: what its storages begin with. Or it is not, and all that was opened is closed again."""
+    """The cache is mapped: what its storages hold at the probes. Or it is not, and all that was opened is closed again."""
 
     cache_id: int
     nonces: tuple[bytes, ...] = ()
