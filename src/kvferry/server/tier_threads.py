@@ -1,0 +1,219 @@
+"""The threads of one lower tier: they alone call it. Tasks come in, completions go out."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from kvferry.cache.tiers import Tier
+from kvferry.cache.tiers.disk import StoredChunk
+from kvferry.errors import (
+    ChunkCorruptError,
+    ChunkMissingError,
+    DeadlineError,
+    TierError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvferry.server.pulse import Pulse
+from kvferry.server.tier_tasks import (
+    AnsweredTask,
+    DeleteChunks,
+    DeleteNamespace,
+    FindChunks,
+    MeasureSpace,
+    Outcome,
+    ReadChunk,
+    ScanTier,
+    TierCompletion,
+    TierDone,
+    TierScanned,
+    TierTask,
+    WriteChunk,
+)
+
+_LOG = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_IDLE_S = 1.0
+# What somebody waits for comes first, and writes, which nobody waits for, last: after what makes room for them.
+_PRIORITIES: dict[type[TierTask], int] = {
+    ReadChunk: 0,
+    FindChunks: 0,
+    MeasureSpace: 0,
+    DeleteChunks: 1,
+    DeleteNamespace: 1,
+    ScanTier: 2,
+    WriteChunk: 3,
+}
+_OUTCOMES: tuple[tuple[type[TierError], Outcome], ...] = (
+    (ChunkMissingError, Outcome.MISSING),
+    (ChunkCorruptError, Outcome.CORRUPT),
+    (TierFullError, Outcome.FULL),
+    (TierUnavailableError, Outcome.UNAVAILABLE),
+    (TierError, Outcome.FAILED),
+)
+
+
+@runtime_checkable
+class LocalTier(Protocol):
+    """A tier of this server alone, which can say what it has."""
+
+    def scan(self) -> Iterator[Sequence[StoredChunk]]:
+        """All chunks that are there, some at a time, parents before children. Raises TierUnavailableError."""
+
+    def free_bytes(self) -> int:
+        """How much room is left. Raises TierUnavailableError."""
+
+
+@runtime_checkable
+class SharedTier(Protocol):
+    """A tier of which nobody knows all that is in it."""
+
+    def delete_namespace(self, namespace: bytes) -> None:
+        """Forget all chunks of a namespace. Raises TierUnavailableError, some of them being forgotten then."""
+
+
+class TierThreads:
+    """Runs a tier's calls in `tier.num_threads` threads of its own, `kvferry-<tier>-<number>`.
+
+    What is queued is bounded by who submits it.
+
+    Parameters
+    ----------
+    memory_address
+        Where the server's memory for chunks begins.
+    post
+        Takes completions; called in the tier's threads, must not wait.
+    """
+
+    def __init__(self, tier: Tier, *, memory_address: int, post: Callable[[TierCompletion], None]) -> None:
+        self.tier = tier
+        self._memory_address = memory_address
+        self._post = post
+        self._scan: Iterator[Sequence[StoredChunk]] | None = None
+        self._queues: tuple[deque[TierTask], ...] = tuple(deque() for _ in set(_PRIORITIES.values()))
+        self._changed = threading.Condition()
+        self._stopping = False
+        self.pulses = [Pulse(f"thread {number} of the {tier.name} tier") for number in range(tier.num_threads)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(pulse,), name=f"kvferry-{tier.name}-{number}", daemon=True)
+            for number, pulse in enumerate(self.pulses)
+        ]
+
+    def __repr__(self) -> str:
+        return f"<TierThreads {self.tier.name}: {len(self)} tasks queued>"
+
+    def __len__(self) -> int:
+        return sum(len(tasks) for tasks in self._queues)
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: TierTask) -> None:
+        """Hand over a task, from any thread."""
+        with self._changed:
+            self._queues[_PRIORITIES[type(task)]].append(task)
+            self._changed.notify()
+
+    def withdraw(self, kinds: Collection[type[TierTask]]) -> list[TierTask]:
+        """Take back the tasks of these kinds that no thread has begun; they are not answered."""
+        taken: list[TierTask] = []
+        with self._changed:
+            for tasks in self._queues:
+                taken += [task for task in tasks if type(task) in kinds]
+                kept = [task for task in tasks if type(task) not in kinds]
+                tasks.clear()
+                tasks.extend(kept)
+        return taken
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the threads, each after the call that it is in, and close the tier. What is queued is dropped.
+
+        Raises DeadlineError where a call does not end in time, and may be called again then. Idempotent.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise DeadlineError(f"{thread.name} did not end within {timeout_s:g} s")
+        self.tier.close()
+
+    def _run(self, pulse: Pulse) -> None:
+        while not self._stopping:
+            pulse.beat()
+            task = self._take()
+            if task is None:
+                continue
+            with pulse.step(f"{type(task).__name__} of the {self.tier.name} tier"):
+                if isinstance(task, ScanTier):
+                    self._scan_some(task)
+                else:
+                    self._post(self._answer(task))
+
+    def _take(self) -> TierTask | None:
+        """The task whose turn it is; None where there is none for a while."""
+        with self._changed:
+            if not self._stopping and not len(self):
+                self._changed.wait(_IDLE_S)
+            return None if self._stopping else next((tasks.popleft() for tasks in self._queues if tasks), None)
+
+    def _answer(self, task: AnsweredTask) -> TierDone:
+        outcome, text, value = self._guarded(lambda: self._do(task), 0)
+        return TierDone(self.tier.name, task.task_id, outcome, text, value)
+
+    def _do(self, task: AnsweredTask) -> int:
+        value = 0
+        if isinstance(task, WriteChunk):
+            self.tier.write(task.meta, self._memory(task.offset, task.meta.nbytes).toreadonly())
+        elif isinstance(task, ReadChunk):
+            self.tier.read(task.meta, self._memory(task.offset, task.meta.nbytes))
+        elif isinstance(task, FindChunks):
+            value = self.tier.find(task.names)
+        elif isinstance(task, DeleteChunks):
+            self.tier.delete(task.names)
+        elif isinstance(task, DeleteNamespace):
+            assert isinstance(self.tier, SharedTier), self.tier
+            self.tier.delete_namespace(task.namespace)
+        else:
+            assert isinstance(self.tier, LocalTier), self.tier
+            value = self.tier.free_bytes()
+        return value
+
+    def _scan_some(self, task: ScanTier) -> None:
+        """One step of the scan; the next one queues again, so that others have their turn."""
+        if self._scan is None:
+            assert isinstance(self.tier, LocalTier), self.tier
+            self._scan = self.tier.scan()
+        scan = self._scan
+        _, text, chunks = self._guarded(lambda: next(scan, None), None)
+        ended = chunks is None
+        self._post(TierScanned(self.tier.name, tuple(chunks or ()), ended, text))
+        if not ended:
+            self.submit(task)
+
+    def _guarded(self, call: Callable[[], _T], otherwise: _T) -> tuple[Outcome, str, _T]:
+        """What a call of the tier gives, and how it ended: whatever it raises, the thread goes on."""
+        try:
+            return Outcome.DONE, "", call()
+        except TierError as error:
+            outcome = next(outcome for kind, outcome in _OUTCOMES if isinstance(error, kind))
+            return outcome, str(error), otherwise
+        except Exception as error:  # noqa: BLE001 - one chunk fails, the server goes on
+            _LOG.exception("the %s tier failed in an unforeseen way", self.tier.name)
+            return Outcome.FAILED, f"{type(error).__name__}: {error}", otherwise
+
+    def _memory(self, offset: int, nbytes: int) -> memoryview:
+        return memoryview((ctypes.c_char * nbytes).from_address(self._memory_address + offset)).cast("B")

@@ -1,0 +1,153 @@
+"""The tiers below memory, as the rest of the server uses them: what is stored goes down, what is wanted comes up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvferry.cache import Chunk, ChunkIndex, Pool, Space
+from kvferry.cache.tiers import ChunkName
+from kvferry.errors import DeadlineError
+from kvferry.server.pulse import Pulse
+from kvferry.server.tier_disk import DiskSide
+from kvferry.server.tier_fetches import Fetch, Fetches
+from kvferry.server.tier_queue import TierQueue
+from kvferry.server.tier_remote import RemoteSide
+from kvferry.server.tier_tasks import TierDone, TierScanned
+from kvferry.server.tier_threads import TierThreads
+from kvferry.server.tier_writes import Writes
+
+# How much of the memory may wait for the remote tier; for the disk, which is needed to keep what was stored, all may.
+_REMOTE_SHARE = 0.25
+
+
+class LowerTiers:
+    """Belongs to the loop thread, and never waits; the tiers' own threads do. Where there is no tier, nothing happens.
+
+    Parameters
+    ----------
+    memory, pool
+        The chunks in memory, and where they lie.
+    disk, remote
+        The threads of these tiers, not started yet.
+    disk_bytes
+        How much the disk may hold.
+    write_back
+        Write as memory fills up, not at once.
+    """
+
+    def __init__(
+        self,
+        memory: ChunkIndex,
+        pool: Pool,
+        *,
+        disk: TierThreads | None = None,
+        disk_bytes: int = 0,
+        remote: TierThreads | None = None,
+        write_back: bool = False,
+    ) -> None:
+        self._threads = [threads for threads in (disk, remote) if threads is not None]
+        self._disk = None if disk is None else DiskSide(TierQueue(disk), disk_bytes)
+        self._remote = None if remote is None else RemoteSide(TierQueue(remote), pool, _REMOTE_SHARE)
+        self._queues = {side.queue.name: side.queue for side in (self._disk, self._remote) if side is not None}
+        self._writes = Writes(memory, pool, disk=self._disk, remote=self._remote, write_back=write_back)
+        self._fetches = Fetches(memory, pool, disk=self._disk, remote=self._remote, copy_down=self._writes.copy_down)
+        self._closing = False
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is a tier, so that what is stored is to be committed as dirty, and handed to `on_stored`."""
+        return bool(self._threads)
+
+    def start(self) -> None:
+        """Start the threads, and begin to find out what is on disk."""
+        for threads in self._threads:
+            threads.start()
+        if self._disk is not None:
+            self._disk.start()
+
+    def on_stored(self, shown: Sequence[Chunk]) -> None:
+        """These chunks, parents first, can be looked up since a commit, and are dirty."""
+        if shown and self.exist:
+            self._writes.add(shown)
+
+    def on_used(self, last: Chunk) -> None:
+        """The chain in memory that ends with `last` is in use; what is on disk of it counts as used, too."""
+        if self._disk is not None:
+            self._disk.use(last.space, last.key)
+
+    def fetch(self, space: Space, keys: Sequence[bytes], have: int, nbytes: int) -> Fetch | None:
+        """Begin to load what the tiers have of the chain `keys` beyond the first `have` chunks, which memory has.
+
+        A chunk has `nbytes`. None where there is nothing more to come.
+        """
+        return self._fetches.begin(space, keys, have, nbytes) if self.exist and have < len(keys) else None
+
+    def clear(self, space: Space, keys: Sequence[bytes] = (), start: int = 0) -> None:
+        """Forget the chain `keys` from position `start` on, and all that hangs from it; with no keys, all of the space.
+
+        The remote tier keeps what hangs from it and is not in `keys`, out of reach until the chain is stored again.
+        """
+        self._fetches.forget(space)
+        if self._disk is not None:
+            self._disk.clear(space, keys[start] if keys else None)
+        if self._remote is not None and keys:
+            self._remote.delete([ChunkName(space.digest, key) for key in keys[start:]])
+        elif self._remote is not None:
+            self._remote.delete_namespace(space.digest)
+
+    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
+        """What is done with each kind of item that the tiers' threads post to the loop."""
+        return {TierDone: self._on_done, TierScanned: self._on_scanned}
+
+    def tick(self, now: float) -> None:
+        """To be called every second or so."""
+        for queue in self._queues.values():
+            queue.tick(now)
+        if self._disk is not None:
+            self._disk.tick(now)
+        if self._remote is not None:
+            self._remote.tick()
+        self._go_on()
+
+    def flush(self) -> None:
+        """Write all that is dirty, at once from now on; `idle` says when that has ended."""
+        self._closing = True
+        self._go_on()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be written."""
+        return not len(self._writes)
+
+    def pulses(self) -> Iterator[Pulse]:
+        """Those of all threads."""
+        return (pulse for threads in self._threads for pulse in threads.pulses)
+
+    def values(self) -> dict[str, float]:
+        """Counters and gauges by name."""
+        sides = (side for side in (self._disk, self._remote) if side is not None)
+        values = {name: value for side in sides for name, value in side.values().items()}
+        return {**values, "fetches": len(self._fetches), "writes": len(self._writes)} if self.exist else {}
+
+    def stop(self, timeout_s: float) -> list[DeadlineError]:
+        """End all threads, once the loop does not run any more; those that did not end in time, to be stopped again."""
+        late: list[DeadlineError] = []
+        for threads in self._threads:
+            try:
+                threads.stop(timeout_s)
+            except DeadlineError as error:
+                late.append(error)
+        return late
+
+    def _on_done(self, done: TierDone) -> None:
+        self._queues[done.tier].on_done(done)
+        self._go_on()
+
+    def _on_scanned(self, scanned: TierScanned) -> None:
+        assert self._disk is not None
+        self._disk.on_scanned(scanned)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._writes.go_on(to_the_end=self._closing)
