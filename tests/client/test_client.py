@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from kvferry.client import CacheClient
-from kvferry.client.jobs import Job, RetrieveResult, StoreResult, int32_ids
+from kvferry.client.jobs import Job, RetrieveResult, StoreResult
 from kvferry.client.keys import RequestKeys
-from kvferry.client.storages import Nonces, prepare_storages
+from kvferry.client.proofs import Nonces
+from kvferry.client.storages import prepare_storages
+from kvferry.client.transfers import int32_ids
 from kvferry.client.url import UnixAddress, parse_url
 from kvferry.errors import (
     BlockIdError,
@@ -27,8 +29,8 @@ from kvferry.errors import (
 from kvferry.ipc import IPCPolicy
 from kvferry.layout import KeyContext, chain_hashes
 from kvferry.protocol.messages import Error, Pong, Proof, Register, Reply, Retrieved, Stored
-from serving.engine_side import CHUNK_TOKENS, prompt
-from serving.process import Stage
+from serving.engine_side import CHUNK_TOKENS, link_of, prompt
+from serving.process import Stage, eventually
 
 FORMAT = "vllm_flash_attention"
 
@@ -62,10 +64,10 @@ def test_a_client_leaves_nothing(stage: Stage) -> None:
 
 def test_an_unclosed_client_warns(stage: Stage) -> None:
     clients = [CacheClient(stage.url)]
-    link = clients[0]._link
+    link = link_of(clients[0])
     with pytest.warns(ResourceWarning, match="not closed"):
         clients.clear()
-    link.close()
+    eventually(lambda: link.ended)
 
 
 def test_calls_in_the_wrong_order_say_what_is_missing(stage: Stage) -> None:
@@ -104,7 +106,7 @@ def test_a_server_for_host_memory_refuses_gpus_by_name(stage: Stage) -> None:
         layout = storages.layout
         storages.close()
         with pytest.raises(RequestError, match=r"host memory only, not GPU-1; .*\[device\]"):
-            client._link.call(lambda seq: Register(seq, "e", "m", 0, 1, 64, "GPU-1", layout, b""), Proof, 5)
+            link_of(client).call(lambda seq: Register(seq, "e", "m", 0, 1, 64, "GPU-1", layout, b""), Proof, 5)
 
 
 def test_a_wrong_nonce_is_a_named_refusal() -> None:

@@ -141,7 +141,7 @@ def test_an_orderly_end_leaves_nothing_too(stage: Stage, how: str) -> None:
     assert stage.server.fds() == before
 
 
-def test_the_servers_end_fails_jobs_and_a_new_server_takes_the_engine(stage: Stage) -> None:
+def test_the_servers_end_fails_jobs_and_a_new_server_gets_the_engine(stage: Stage) -> None:
     engine = stage.engine()
     stage.wait_for_memory(engine)
     engine.call("stick")
@@ -151,7 +151,8 @@ def test_the_servers_end_fails_jobs_and_a_new_server_takes_the_engine(stage: Sta
     with pytest.raises(Exception, match="ServerGoneError"):
         engine.call("ping")
     stage.start_server()  # over the socket file that the killed one has left
-    stage.engine(register={"engine_id": "e"})
+    watcher = stage.engine(register={})
+    eventually(lambda: watcher.call("attach", engine_id="e")["ready"])
 
 
 def test_a_server_that_stops_says_goodbye(stage: Stage) -> None:

@@ -75,7 +75,7 @@ def test_an_embedded_server_whose_loop_breaks_says_so(config: ServerConfig) -> N
         eventually(server._stopped.is_set)
         with pytest.raises(KVFerryError, match="the server ended: ZeroDivisionError"):
             server.stop()
-        eventually(lambda: not client._link.usable)
+        eventually(lambda: not client.connected)
     assert not Path(config.socket_path).exists()
     server.stop()
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.client.storages import Nonces, Storages, prepare_storages
+from kvferry.client.proofs import Nonces
+from kvferry.client.storages import Storages, prepare_storages
 from kvferry.copy import HostCopier
 from kvferry.errors import CudaError, RequestError, UnknownDeviceError
 from kvferry.ipc import IPCPolicy

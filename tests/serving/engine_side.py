@@ -14,6 +14,7 @@ import torch
 
 from doubles.fake_cuda import FakeDriver
 from kvferry.client import CacheClient
+from kvferry.client.link import Link
 from kvferry.cuda.device import bound
 from kvferry.cuda.driver import set_driver_for_testing
 from kvferry.cuda.memory import tensor_from_pointer
@@ -38,6 +39,13 @@ def double_memory(shape: Sequence[int]) -> torch.Tensor:
     with bound(0) as driver:
         address = driver.mem_alloc(nbytes)
     return tensor_from_pointer(address, nbytes, device=0, owner=None).view(torch.float32).view(*shape).zero_()
+
+
+def link_of(client: CacheClient) -> Link:
+    """The connection that the client has now."""
+    link = client._connection.link()
+    assert link is not None
+    return link
 
 
 class EngineSide:
@@ -79,7 +87,7 @@ class EngineSide:
 
     def inode_of(self) -> dict[str, Any]:
         """The file in which the cache lies."""
-        registration = self.client._registration
+        registration = self.client._presence.registration
         assert registration is not None
         return {"inode": registration.storages.wrappers[0].descriptor.inode}  # type: ignore[attr-defined]
 
@@ -115,7 +123,7 @@ class EngineSide:
 
     def stick(self) -> None:
         """From now on this engine's events never happen, as if its GPU hung."""
-        registration = self.client._registration
+        registration = self.client._presence.registration
         assert registration is not None
         ring: EventRing = registration.ring
         ring._signal = lambda ticket, stream: None  # type: ignore[method-assign]
@@ -159,7 +167,7 @@ class EngineSide:
 
     def fork(self) -> dict[str, Any]:
         """Leave a forked child that holds the connection open, as a library that forks late would."""
-        kept = os.dup(self.client._link._socket.fileno())
+        kept = os.dup(link_of(self.client)._socket.fileno())
         pid = os.fork()
         if pid == 0:
             time.sleep(20)
@@ -171,13 +179,14 @@ class EngineSide:
     def use_in_fork(self) -> dict[str, Any]:
         """What a forked child gets from its parent's client, and whether its copy of the socket is closed."""
         read_end, write_end = os.pipe()
+        link = link_of(self.client)
         pid = os.fork()
         if pid == 0:
             try:
                 self.client.ping()
                 text = "no error"
             except KVFerryError as error:
-                text = f"{type(error).__name__}: {error} fileno={self.client._link._socket.fileno()}"
+                text = f"{type(error).__name__}: {error} fileno={link._socket.fileno()}"
             os.write(write_end, text.encode())
             os._exit(0)
         os.close(write_end)

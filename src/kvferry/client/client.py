@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvferry.client.jobs import Job, RetrieveResult, StoreResult, int32_ids, start_job
-from kvferry.client.keys import RequestKeys
+from kvferry.client.connection import Connection
+from kvferry.client.jobs import Job, RetrieveResult, StoreResult
 from kvferry.client.link import Link
-from kvferry.client.registration import RankName, Registration, register, unregister
-from kvferry.client.storages import prepare_storages
+from kvferry.client.lookups import Lookup, Lookups, Prefetch
+from kvferry.client.presence import Presence
+from kvferry.client.registration import RankName, Registration, check_name
+from kvferry.client.storages import describe_storages, wrap_storages
+from kvferry.client.transfers import Transfers
 from kvferry.client.url import parse_url
-from kvferry.errors import BlockIdError, KVFerryError
+from kvferry.errors import DeadlineError, ServerGoneError
 from kvferry.ipc.policy import IPCPolicy
-from kvferry.layout import KeyContext, LayoutHints, chain_hashes, chunk_tokens_for
+from kvferry.layout import KeyContext, LayoutHints, chunk_tokens_for
 from kvferry.protocol import messages
-from kvferry.protocol.messages import Attached, Found, Pong, Retrieved, StatsReply, Stored
+from kvferry.protocol.auth import Token
+from kvferry.protocol.messages import Message, Pong, StatsReply
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,13 +31,7 @@ if TYPE_CHECKING:
 _NO_CONTEXT = KeyContext()
 _DEFAULT_POLICY = IPCPolicy()
 _JOB_S = 60.0
-
-
-class Lookup(NamedTuple):
-    """`tokens` at the start of the prompt are promised under `lease_id`, which is 0 where there are none."""
-
-    tokens: int
-    lease_id: int
+_R = TypeVar("_R", bound=Message)
 
 
 class CacheClient:
@@ -45,33 +41,57 @@ class CacheClient:
     may come from any thread, and waits at most `timeout_s` for the server; jobs have time limits of their own. A forked
     child cannot use its parent's client: its copy of the socket is closed there, and calls raise ServerGoneError.
 
-    `url` is "unix:///path/to/socket", or the path itself. Raises ServerGoneError where no server answers there,
-    RequestError where it refuses this process.
+    An engine outlives its server. While that is gone lookups are misses, and jobs fail at once; `stats`, `ping`,
+    `attach` and `clear` raise ServerGoneError. A thread tries to connect until there is a server again, which is then
+    given what was registered, and hits come back. Leases of before are void. Jobs that were going on fail once the old
+    server can no longer touch their blocks.
+
+    Parameters
+    ----------
+    url
+        "unix:///path/to/socket", or the path itself, or "tcp://host:port".
+    token
+        For servers that want one: "name:secret".
+    required
+        Whether a server has to answer now. Raises ServerGoneError where none does, RequestError where it refuses this
+        process; otherwise the client begins cut off.
     """
 
-    def __init__(self, url: str, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float = 10.0, token: Token | str | None = None, required: bool = True
+    ) -> None:
         self._closed = True
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is {timeout_s}; the server needs some time to answer")
+        address = parse_url(url)
+        if isinstance(token, str):
+            token = Token.parse(token)
         self._timeout_s = timeout_s
-        self._link = Link(parse_url(url), timeout_s)
+        self._presence = Presence(timeout_s)
+        self._connection = Connection(
+            lambda timeout_s, on_end: Link(address, timeout_s, token=token, on_end=on_end),
+            self._presence.introduce,
+            timeout_s=timeout_s,
+            required=required,
+        )
+        self._lookups = Lookups(self._connection, self._presence, timeout_s)
+        self._transfers = Transfers(self._connection, self._presence, timeout_s)
         self._closed = False
-        self._lock = threading.Lock()  # guards the fields below; never held over a call
-        self._keys = RequestKeys()
-        self._registration: Registration | None = None
-        self._registering = False
-        self._engine_id: str | None = None
-        self._chunk_tokens = 0
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a server now, and it knows what was registered."""
+        return self._connection.connected
 
     @property
     def incarnation(self) -> bytes:
-        """Random bytes that are new with every start of the server."""
-        return self._link.incarnation
+        """Random bytes that are new with every start of the server; those of the last one while there is none."""
+        return self._connection.incarnation
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens of one chunk; 0 until it is known."""
-        return self._chunk_tokens
+        return self._presence.chunk_tokens
 
     def register_kv_caches(
         self,
@@ -88,7 +108,8 @@ class CacheClient:
         """Share this rank's KV cache with the server; call it before the first forward.
 
         The first 64 bytes of each storage are overwritten for a moment and come back, which proves that the server maps
-        this very memory. CPU tensors in ordinary memory are moved to shareable memory, in place.
+        this very memory; a server that comes later only reads. CPU tensors in ordinary memory are moved to shareable
+        memory, in place. Idempotent for the same tensors under the same names.
 
         Parameters
         ----------
@@ -103,69 +124,85 @@ class CacheClient:
         shared or the server sees other memory, RequestError where the server refuses.
         """
         policy = policy or _DEFAULT_POLICY
-        with self._exclusive_registration():
-            storages = prepare_storages(kv_caches, format=format, hints=hints, policy=policy)
-            name = RankName(engine_id, model, rank, world_size, chunk_tokens_for(storages.layout.block_size))
-            registration = register(
-                self._link, name, storages, isolated_ipc=policy.isolated_ipc, timeout_s=self._timeout_s
-            )
-            with self._lock:
-                self._registration = registration
-                self._engine_id, self._chunk_tokens = engine_id, name.chunk_tokens
+        with self._connection.exclusive(interrupt=True) as link:
+            layout, flats = describe_storages(kv_caches, format=format, hints=hints, policy=policy)
+            name = RankName(engine_id, model, rank, world_size, chunk_tokens_for(layout.block_size))
+            if self._presence.has(name, layout, flats):
+                return
+            storages = wrap_storages(layout, flats, policy)
+            registration = Registration.make(name, storages, isolated_ipc=policy.isolated_ipc)
+            try:
+                self._presence.register(link, registration)
+                self._connection.check()  # after a close in between nobody else would do it
+            except BaseException:
+                registration.close()
+                raise
 
     def unregister(self) -> None:
-        """Take the KV cache back: its jobs are cancelled, and the server has unmapped it on return. Idempotent."""
-        with self._lock:
-            registration = self._registration
-        if registration is None:
+        """Take the KV cache back: its jobs are cancelled, and the server has unmapped it on return. Idempotent.
+
+        Raises DeadlineError where the server has not said so in time; another call can try again.
+        """
+        if self._closed:
             return
-        unregister(self._link, self._timeout_s)
-        registration.close()  # where that fails, another call can try again
-        with self._lock:
-            if self._registration is registration:
-                self._registration, self._engine_id, self._chunk_tokens = None, None, 0
+        with self._connection.exclusive(interrupt=True) as link:
+            registration = self._presence.registration
+            if registration is None:
+                return
+            self._presence.unregister(link)
+            if not self._connection.settle(self._timeout_s):
+                raise DeadlineError(f"a server that hung up has not ended its copies within {self._timeout_s:g} s")
+            registration.close()
+            self._presence.forget()
 
     def attach(self, engine_id: str) -> bool:
         """Look up for an engine whose workers register elsewhere; whether all its ranks are there yet.
 
-        Until they are, lookups give 0 tokens.
+        Until they are, lookups give 0 tokens. Where it raises ServerGoneError the engine is remembered all the same.
         """
-        attached = self._link.call(lambda seq: messages.Attach(seq, engine_id), Attached, self._timeout_s)
-        with self._lock:
-            self._engine_id = engine_id
-            self._chunk_tokens = attached.chunk_tokens
-        return attached.ready
+        check_name("engine_id", engine_id)
+        with self._connection.exclusive(interrupt=False) as link:
+            if link is None:
+                self._presence.attach_later(engine_id)
+                raise self._connection.gone()
+            return self._presence.attach(link, engine_id)
 
-    def lookup(self, request_id: str, tokens: Any, *, context: KeyContext = _NO_CONTEXT) -> Lookup:
+    def lookup(self, request_id: str, tokens: Any, *, context: KeyContext = _NO_CONTEXT, wait_s: float = 0.0) -> Lookup:
         """How many tokens at the start of `tokens` every rank can retrieve; they are kept for this request.
 
-        Asking again for the same request gives the same lease, or a new one in its place where more is there now. The
-        lease ends when all ranks have retrieved, by `release`, with this client, or when it is overdue. `tokens` are
-        token ids: a list, array, NumPy array or CPU tensor; ids outside int32 raise ValueError.
+        What only the server's lower tiers have begins to be loaded; the answer waits for that, up to `wait_s`. Asking
+        again for the same request gives the same lease, or a new one in its place where more is there now. The lease
+        ends when all ranks have retrieved, by `release`, with this client, or when it is overdue. `tokens` are token
+        ids: a list, array, NumPy array or CPU tensor; ids outside int32 raise ValueError.
         """
-        if not self._ready_for_lookup():
-            return Lookup(0, 0)
-        with self._lock:
-            chunk_tokens = self._chunk_tokens
-            keys = self._keys.keys(request_id, tokens, chunk_tokens, context)
-        if not keys:
-            return Lookup(0, 0)
-        found = self._link.call(lambda seq: messages.Lookup(seq, request_id, keys), Found, self._timeout_s)
-        if found.chunk_tokens not in (0, chunk_tokens):  # the engine came back with other blocks
-            with self._lock:
-                self._chunk_tokens = found.chunk_tokens
-            return self.lookup(request_id, tokens, context=context)
-        return Lookup(found.tokens, found.lease_id)
+        return self._lookups.lookup(request_id, tokens, context, wait_s=wait_s)
+
+    def prefetch(self, tokens: Any, *, context: KeyContext = _NO_CONTEXT) -> Prefetch:
+        """Have what lower tiers hold of `tokens` loaded into the server's memory; does not wait, promises nothing."""
+        return self._lookups.prefetch(tokens, context)
+
+    def clear(self, tokens: Any = None, *, context: KeyContext = _NO_CONTEXT) -> int:
+        """Forget what is stored of `tokens`, and of all prompts that begin like their first chunk; without, everything.
+
+        That is of the whole engine, in all tiers. How many chunks, of all ranks, were in memory. What a lease has
+        promised is delivered still.
+        """
+        return self._lookups.clear(tokens, context)
 
     def release(self, lease_id: int) -> None:
         """Give a lookup's promise back. Idempotent; does not wait for the server."""
-        if lease_id:
-            self._link.send(messages.Release(lease_id), self._timeout_s)
+        if not lease_id or self._closed:
+            return
+        link = self._connection.link()
+        if link is not None:
+            try:
+                link.send(messages.Release(lease_id), self._timeout_s)
+            except ServerGoneError:
+                return  # and the lease with it
 
     def end_request(self, request_id: str) -> None:
         """Forget what is remembered of a request's tokens; saves memory only, which is bounded without. Idempotent."""
-        with self._lock:
-            self._keys.forget(request_id)
+        self._lookups.forget(request_id)
 
     def store(
         self,
@@ -174,6 +211,7 @@ class CacheClient:
         start_token: int = 0,
         *,
         context: KeyContext = _NO_CONTEXT,
+        request_id: str | None = None,
         stream: int | None = None,
         timeout_s: float = _JOB_S,
     ) -> Job[StoreResult]:
@@ -181,26 +219,16 @@ class CacheClient:
 
         `block_ids` are the blocks of `tokens`, from token 0 on. The server reads once the work that `stream` (a CUDA
         stream's handle; None: torch's current one) has now is done; until the job is done the blocks must not be
-        written to. Without room the server skips, which is no error.
+        written to. Without room the server skips, which is no error. With the `request_id` of a lookup, its tokens are
+        not hashed again.
         """
-        registration = self._registered()
-        keys = chain_hashes(tokens, registration.name.chunk_tokens, context)
-        needed = len(keys) // messages.KEY_BYTES * registration.blocks_a_chunk
-        if len(block_ids) < needed:
-            raise BlockIdError(f"{len(block_ids)} block ids, the whole chunks take {needed}; give all from token 0")
-        ids = int32_ids(block_ids)[:needed]
-        start = start_token // registration.name.chunk_tokens
-
-        job = Job[StoreResult](ids.tolist(), Stored)
-        start_job(
-            job,
-            self._link,
-            registration,
-            make=lambda seq, ticket: messages.Store(seq, keys, start, ids.tobytes(), ticket, timeout_s),
+        return self._transfers.store(
+            lambda chunk_tokens: self._lookups.keys(request_id, tokens, chunk_tokens, context),
+            block_ids,
+            start_token=start_token,
             stream=stream,
-            timeout_s=self._timeout_s,
+            timeout_s=timeout_s,
         )
-        return job
 
     def retrieve(
         self,
@@ -218,43 +246,27 @@ class CacheClient:
         Until the job is done, or `cancel` has returned, bytes may land in the blocks. Where it fails,
         `failed_block_ids` tells which hold nothing.
         """
-        registration = self._registered()
-        block_size = registration.storages.layout.block_size
-        skip, rest = divmod(skip_tokens, block_size)
-        if rest or skip < 0:
-            raise BlockIdError(f"skip_tokens is {skip_tokens}; only whole blocks of {block_size} tokens can be skipped")
-        ids = int32_ids(block_ids)
-
-        job = Job[RetrieveResult](ids[skip:].tolist(), Retrieved)
-        start_job(
-            job,
-            self._link,
-            registration,
-            make=lambda seq, ticket: messages.Retrieve(seq, lease_id, ids.tobytes(), skip, ticket, timeout_s),
-            stream=stream,
-            timeout_s=self._timeout_s,
+        return self._transfers.retrieve(
+            lease_id, block_ids, skip_tokens=skip_tokens, stream=stream, timeout_s=timeout_s
         )
-        return job
 
     def stats(self) -> dict[str, float]:
         """The server's counters and gauges by name."""
-        return self._link.call(messages.Stats, StatsReply, self._timeout_s).values
+        return self._call(messages.Stats, StatsReply).values
 
     def ping(self) -> None:
         """Return when the server has answered."""
-        self._link.call(messages.Ping, Pong, self._timeout_s)
+        self._call(messages.Ping, Pong)
 
     def close(self) -> None:
         """Unregister, and hang up. Idempotent; never raises for a server that is gone."""
         if self._closed:
             return
         self._closed = True
-        if self._link.usable:
-            with contextlib.suppress(KVFerryError):  # a server that is gone, or gone wrong, is told by hanging up
-                self.unregister()
-        stopped = self._link.close(self._timeout_s)
-        if stopped and self._registration is not None:  # else the server may still copy: what is shared stays
-            self._registration.close()
+        stopped = self._connection.close(self._timeout_s, self._presence.unregister)
+        registration = self._presence.registration
+        if stopped and registration is not None:  # else a server may still copy: what is shared stays
+            registration.close()
 
     def __enter__(self) -> Self:
         return self
@@ -265,35 +277,17 @@ class CacheClient:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "open" if self._link.usable else "cut off"
-        return f"<CacheClient of engine {self._engine_id!r}, {state}>"
+        state = "closed" if self._closed else "open" if self.connected else "cut off"
+        return f"<CacheClient of engine {self._presence.engine_id!r}, {state}>"
 
     def __del__(self) -> None:
-        if not self._closed and self._link.usable:
+        if not self._closed and not self._connection.closed:
+            self._connection.drop()
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1, source=self)
-            self._link.close(0.0)
 
-    @contextlib.contextmanager
-    def _exclusive_registration(self) -> Iterator[None]:
-        """One registration at a time, and none where there is one."""
-        with self._lock:
-            if self._registering or self._registration is not None:
-                raise ValueError("this client has KV caches registered; unregister() first, or use another client")
-            self._registering = True
-        try:
-            yield
-        finally:
-            self._registering = False
-
-    def _registered(self) -> Registration:
-        with self._lock:
-            registration = self._registration
-        if registration is None:
-            raise ValueError("no KV caches are registered; call register_kv_caches() first")
-        return registration
-
-    def _ready_for_lookup(self) -> bool:
-        """Whether the engine's chunk size is known; asks the server again while it is not."""
-        if self._engine_id is None:
-            raise ValueError("no engine to look up for; call register_kv_caches() or attach() first")
-        return self._chunk_tokens > 0 or self.attach(self._engine_id)
+    def _call(self, make: Callable[[int], Message], kind: type[_R]) -> _R:
+        """A call that is of no use without a server."""
+        link = self._connection.link()
+        if link is None:
+            raise self._connection.gone()
+        return link.call(make, kind, self._timeout_s)

@@ -9,15 +9,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from kvferry.client.link import Link
-from kvferry.client.registration import Registration
 from kvferry.client.waiting import Answer
-from kvferry.errors import BlockIdError, DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
-from kvferry.ipc.events import Ticket
-from kvferry.protocol.messages import Cancel, Error, Message, Retrieved, Stored
+from kvferry.errors import DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
+from kvferry.protocol.messages import Error, Retrieved, Stored
 
 
 class StoreResult(msgspec.Struct, frozen=True):
@@ -130,49 +125,3 @@ def _numbers(answer: Stored | Retrieved) -> tuple[int, ...]:
     if isinstance(answer, Stored):
         return answer.num_stored, answer.num_present, answer.num_skipped
     return (answer.num_chunks,)
-
-
-def start_job(
-    job: Job[StoreResult] | Job[RetrieveResult],
-    link: Link,
-    registration: Registration,
-    *,
-    make: Callable[[int, Ticket], Message],
-    stream: int | None,
-    timeout_s: float,
-) -> None:
-    """Record an event on `stream`, send the request that `make(seq, ticket)` gives, and have its answer end `job`."""
-    device = registration.storages.device
-    if stream is None and device.type == "cuda":
-        stream = torch.cuda.current_stream(device).cuda_stream
-    ring = registration.ring
-    ticket = ring.record(stream, timeout_s)
-
-    def on_answer(answer: Answer) -> None:
-        try:
-            ring.release(ticket)
-        finally:
-            job.end(answer)
-
-    try:
-        seq = link.expect(on_answer)
-    except KVFerryError:
-        ring.release(ticket)
-        raise
-    job.bind(lambda: link.send(Cancel(seq), timeout_s))
-    try:
-        link.send(make(seq, ticket), timeout_s)
-    except (KVFerryError, ValueError):
-        link.forget(seq)
-        ring.release(ticket)
-        raise
-
-
-def int32_ids(block_ids: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Block ids as they travel. Raises BlockIdError for what is no list of int32."""
-    ids = np.asarray(block_ids)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise BlockIdError(f"block ids are {ids.dtype} of {ids.ndim} axes; give one axis of integers")
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > np.iinfo(np.int32).max):
-        raise BlockIdError(f"block ids from {ids.min()} to {ids.max()}; they start at 0 and fit into int32")
-    return ids.astype("<i4")

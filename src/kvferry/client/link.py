@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import queue
 import select
@@ -13,98 +12,84 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from kvferry.client.conversation import Conversation
 from kvferry.client.forks import tell_after_fork
-from kvferry.client.handshake import connect, greet
+from kvferry.client.handshake import Greeting, connect, greet
+from kvferry.client.incoming import Heard, Incoming
 from kvferry.client.process import ServerProcess
 from kvferry.client.url import Address
 from kvferry.client.waiting import Answer, OnAnswer, Waiting
-from kvferry.errors import DeadlineError, KVFerryError, ProtocolError, RequestError, ServerGoneError
-from kvferry.protocol.framing import encode_request, receive, reply_reader, send_within
-from kvferry.protocol.messages import Closed, Error, Message
+from kvferry.errors import DeadlineError, ServerGoneError
+from kvferry.protocol.auth import Token
+from kvferry.protocol.framing import encode_request, send_within
+from kvferry.protocol.messages import Message, Ping
 
-_IDLE_MS = 1000
+_IDLE_S = 1.0
+_BEATS = 3  # a server that was not heard for so many heartbeats is gone
 
 _R = TypeVar("_R", bound=Message)
-
-
-class Conversation:
-    """The replies to one seq, in order. Made by `Link.conversation`."""
-
-    def __init__(self, link: Link, seq: int) -> None:
-        self._link = link
-        self.seq = seq
-        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-
-    def receive(self, kind: type[_R], timeout_s: float) -> _R:
-        """The next reply.
-
-        Raises RequestError where the server refused, ServerGoneError where it went away, DeadlineError, ProtocolError.
-        """
-        deadline = time.monotonic() + timeout_s
-        self._link.read_for(self.answers, deadline)
-        try:
-            answer = self.answers.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise DeadlineError(f"the server did not answer within {timeout_s:g} s") from None
-        if isinstance(answer, kind):
-            return answer
-        if isinstance(answer, Error):
-            raise RequestError(answer.code, answer.text)
-        if isinstance(answer, KVFerryError):
-            raise answer
-        raise ProtocolError(f"the server answered {type(answer).__name__}, expected {kind.__name__}")
-
-
-class _Heard(enum.Enum):
-    """What the server has said: SOME and it may say more, ALL that will ever come, or GOODBYE."""
-
-    SOME = "some"
-    ALL = "all"
-    GOODBYE = "goodbye"
 
 
 class Link:
     """A socket to the server at `address`, greeted. Thread-safe. Of no use in a forked child, which closes its copy.
 
-    A thread of its own reads what comes; a caller that waits for a reply reads by itself where nobody else is at it,
-    which saves the way from thread to thread.
+    A thread of its own (`kvferry-client`) reads what comes, and keeps up heartbeats; a caller that waits for a reply
+    reads by itself where nobody else is at it, which saves the way from thread to thread. That thread also calls
+    `on_end(link)`, once, when nothing more can be said.
 
     Raises ServerGoneError where no server answers, RequestError where it refuses, ProtocolError for another version.
     """
 
-    def __init__(self, address: Address, timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: Address,
+        timeout_s: float,
+        *,
+        token: Token | None = None,
+        on_end: Callable[[Link], None] = lambda link: None,
+    ) -> None:
         self._address = address
-        self._socket = connect(address, timeout_s)
-        self._server = ServerProcess(self._socket)  # before it answers, so that it is the one that does
-        try:
-            self.incarnation = greet(self._socket, timeout_s).incarnation
-        except BaseException:
-            self._socket.close()
-            self._server.close()
-            raise
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._waiting = Waiting()
-        self._frames = reply_reader()
-        self._read_lock = threading.Lock()  # guards the frames
-        self._send_lock = threading.Lock()
+        self._on_end = on_end
         self._gone: ServerGoneError | None = None
-        self._heard = _Heard.SOME
+        self._forked = self._dropped = False
+        self._sent_at = time.monotonic()
+        self._waiting = Waiting()
+        self._send_lock = threading.Lock()
         self._fd_lock = threading.Lock()  # guards the closing of the descriptors; held for a moment only
-        self._forked = False
-        self._reader = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._socket = connect(address, timeout_s)
+        except BaseException:
+            os.close(self._wake_fd)
+            raise
+        self._server = ServerProcess(self._socket)  # before it answers, so that it is the one that does
+        self._incoming = Incoming(self._socket, deliver=self._waiting.deliver, hang_up=self._hang_up)
         tell_after_fork(self)
-        self._reader.start()
+        self._reader = threading.Thread(target=self._run, name="kvferry-client", daemon=True)
+        try:
+            self.greeting: Greeting = greet(self._socket, timeout_s, token=token)
+            self._reader.start()
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # for a forked child may have a copy
+            self._close_fds()
+            raise
 
     @property
     def usable(self) -> bool:
         """Whether calls can still be made."""
         return not self._forked and self._gone is None
 
+    @property
+    def gone(self) -> ServerGoneError | None:
+        """Why calls can no longer be made."""
+        return self._gone
+
     @contextlib.contextmanager
     def conversation(self) -> Iterator[Conversation]:
         """A new seq, and the replies to it while the body runs."""
         self._check()
-        talk = Conversation(self, self._waiting.next_seq())
+        talk = Conversation(self._waiting.next_seq(), self.read_for)
         self._waiting.add_talk(talk.seq, talk.answers.put)
         try:
             yield talk
@@ -145,6 +130,7 @@ class Link:
             raise DeadlineError(f"other calls kept the connection busy for {timeout_s:g} s")
         try:
             send_within(self._socket, data, deadline, fds)
+            self._sent_at = time.monotonic()
         except DeadlineError:
             self._hang_up("a frame could not be sent in time")
             raise
@@ -155,7 +141,7 @@ class Link:
 
     def read_for(self, answers: queue.SimpleQueue[Answer], deadline: float) -> None:
         """Read the socket in the caller's thread until `answers` has something; returns at once where another reads."""
-        if not self._read_lock.acquire(blocking=False):
+        if not self._incoming.turn.acquire(blocking=False):
             return
         try:
             poller = select.poll()
@@ -163,11 +149,16 @@ class Link:
                 poller.register(self._socket, select.POLLIN)
                 poller.register(self._wake_fd, select.POLLIN)
                 poller.poll(left * 1e3)
-                self._read_some()
+                self._incoming.read()
         finally:
-            self._read_lock.release()
+            self._incoming.turn.release()
 
-    def close(self, timeout_s: float = 10.0) -> bool:
+    @property
+    def ended(self) -> bool:
+        """Whether all of it is over: nobody waits any more, and the server cannot copy for us."""
+        return not self._reader.is_alive()
+
+    def close(self, timeout_s: float = 10.0, why: str = "the client was closed") -> bool:
         """Hang up, fail what is waiting, end the reader. Idempotent.
 
         False where the server has not said within `timeout_s` that it is done with our memory; the jobs that are left
@@ -175,10 +166,14 @@ class Link:
         """
         if self._forked:
             return True
-        self._hang_up("the client was closed")
+        self._hang_up(why)
         if threading.current_thread() is not self._reader:
             self._reader.join(timeout_s)
-        return not self._reader.is_alive()
+        return self.ended
+
+    def drop(self) -> None:
+        """Have the reader hang up, within a second. For finalisers: takes no lock."""
+        self._dropped = True
 
     def after_fork(self) -> None:
         """In a forked child: the connection belongs to the parent."""
@@ -189,7 +184,7 @@ class Link:
         if self._socket.fileno() < 0:
             return
         self._socket.close()
-        self._frames.close()
+        self._incoming.close()
         os.close(self._wake_fd)
         self._server.close()
 
@@ -218,11 +213,13 @@ class Link:
         finally:
             gone = self._gone or self._hang_up("the reader was stopped")
             try:
-                if self._waiting.fail(gone, jobs_too=False):
+                left = self._waiting.fail(gone, jobs_too=False)
+                self._on_end(self)
+                if left:
                     self._wait_for_copies_to_stop()
             finally:
                 self._waiting.fail(gone, jobs_too=True)
-                with self._read_lock, self._send_lock, self._fd_lock:
+                with self._incoming.turn, self._send_lock, self._fd_lock:
                     self._close_fds()
 
     def _read_until_gone(self) -> None:
@@ -230,43 +227,37 @@ class Link:
         poller.register(self._socket, select.POLLIN)
         poller.register(self._wake_fd, select.POLLIN)
         self._server.watch(poller)
+        heartbeat_s = self.greeting.heartbeat_s
+        idle_s = min(_IDLE_S, heartbeat_s / 4) if heartbeat_s > 0 else _IDLE_S
         while self._gone is None:
-            ready = poller.poll(_IDLE_MS)
+            if self._dropped:
+                self._hang_up("the client was dropped")
+                return
+            ready = poller.poll(idle_s * 1e3)
             if ready and all(fd not in (self._socket.fileno(), self._wake_fd) for fd, _ in ready):
                 self._hang_up("the server's process ended")  # and another that it forked holds the socket
                 return
-            with self._read_lock:
-                self._read_some()
+            if self._incoming.turn.acquire(timeout=idle_s):  # else a caller reads
+                try:
+                    self._incoming.read()
+                finally:
+                    self._incoming.turn.release()
+            if heartbeat_s > 0:
+                self._beat(heartbeat_s, time.monotonic())
 
-    def _read_some(self) -> None:
-        """Take in what has come; notes it where that is the end. Needs the read lock."""
-        try:
-            data, fds = receive(self._socket)
-            if self._heard is _Heard.GOODBYE:
-                return
-            if not data:
-                self._heard = _Heard.ALL
-                self._hang_up("the server hung up")
-                return
-            self._frames.feed(data, fds)
-            while (frame := self._frames.next_frame()) is not None:
-                if isinstance(frame.message, Closed):
-                    self._heard = _Heard.GOODBYE
-                    self._hang_up(frame.message.text)
-                    return
-                self._waiting.deliver(frame.message)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._heard = _Heard.ALL
-            self._hang_up(f"the server went away: {error}")
-        except BaseException as error:
-            self._frames.close()
-            self._frames = reply_reader()  # what comes now may be garbage, but its end says something
-            what = "the server broke the protocol" if isinstance(error, ProtocolError) else "taking in an answer failed"
-            self._hang_up(f"{what}: {error}")
-            if not isinstance(error, Exception):  # an interrupt, in a caller's thread
-                raise
+    def _beat(self, heartbeat_s: float, now: float) -> None:
+        """Say something where nothing was said for long; end the link where nothing was heard for longer."""
+        if now - self._incoming.heard_at > _BEATS * heartbeat_s:
+            self._hang_up(f"nothing was heard of the server for {_BEATS * heartbeat_s:g} s")
+        elif now - self._sent_at > heartbeat_s / 2 and self._send_lock.acquire(blocking=False):  # else somebody sends
+            try:
+                poller = select.poll()
+                poller.register(self._socket, select.POLLOUT)
+                if poller.poll(0):
+                    send_within(self._socket, encode_request(Ping(self._waiting.next_seq())), now + 1)
+                    self._sent_at = now
+            finally:
+                self._send_lock.release()
 
     def _wait_for_copies_to_stop(self) -> None:
         """Return once the server neither reads nor writes our memory any more, or its process is gone.
@@ -277,11 +268,11 @@ class Link:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         self._server.watch(poller)
-        while self._heard is _Heard.SOME:
-            poller.poll(_IDLE_MS)
+        while self._incoming.heard is Heard.SOME:
+            poller.poll(_IDLE_S * 1e3)
             if self._server.is_gone():
                 return
-            with self._read_lock:
-                self._read_some()
-        if self._heard is _Heard.ALL:
+            with self._incoming.turn:
+                self._incoming.read()
+        if self._incoming.heard is Heard.ALL:
             self._server.wait_until_it_cannot_copy()

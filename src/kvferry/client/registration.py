@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from kvferry.client.link import Conversation, Link
-from kvferry.client.storages import Nonces, Storages
-from kvferry.errors import KVFerryError
+import msgspec
+
+from kvferry.client.conversation import Conversation
+from kvferry.client.link import Link
+from kvferry.client.proofs import MappingProof, Nonces, Probes
+from kvferry.client.storages import Storages
+from kvferry.errors import KVFerryError, ShareError
 from kvferry.ipc.events import EventRing, encode_events, make_event_ring
 from kvferry.ipc.wire import close_fds, encode_descriptors, fd_slots
+from kvferry.protocol.message import Name
 from kvferry.protocol.messages import (
     MAX_FDS_A_BATCH,
     Confirm,
@@ -22,6 +28,9 @@ from kvferry.protocol.messages import (
     Unregistered,
 )
 
+_PROBES_VERSION = 2  # of the protocol: servers that read where they are told
+_PROBE_TIMES = 5
+
 
 @dataclass(frozen=True, slots=True)
 class RankName:
@@ -33,14 +42,36 @@ class RankName:
     world_size: int
     chunk_tokens: int
 
+    def __post_init__(self) -> None:
+        check_name("engine_id", self.engine_id)
+        check_name("model", self.model)
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise ValueError for a name that no server takes."""
+    try:
+        msgspec.convert(name, Name)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{what} is {name!r:.100}: {error}") from None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registration:
-    """A rank that the server knows. `close` once the server has let go of it."""
+    """A rank's cache that can be given to one server after the other. `close` once none has it any more."""
 
     name: RankName
     storages: Storages
     ring: EventRing
+
+    @classmethod
+    def make(cls, name: RankName, storages: Storages, *, isolated_ipc: bool) -> Registration:
+        """Takes the storages, and closes them on error."""
+        with contextlib.ExitStack() as undo:
+            undo.callback(storages.close)
+            device = storages.device.index if storages.device.type == "cuda" else None
+            registration = cls(name, storages, make_event_ring(device, isolated_ipc))
+            undo.pop_all()
+        return registration
 
     @property
     def blocks_a_chunk(self) -> int:
@@ -55,30 +86,40 @@ class Registration:
             self.storages.close()
 
 
-def register(link: Link, name: RankName, storages: Storages, *, isolated_ipc: bool, timeout_s: float) -> Registration:
+def register(link: Link, registration: Registration, timeout_s: float) -> None:
     """Give a cache to the server, with proof on both sides that it maps the very memory; live when this returns.
 
-    The first bytes of every storage are other ones meanwhile, so nobody may use the cache yet. Takes the storages, and
-    closes them on error.
+    The first bytes of every storage are other ones meanwhile, so nobody may use the cache yet.
 
     Raises RequestError where the server refuses, ShareError where it reads other memory; it has dropped the cache then.
     """
-    with contextlib.ExitStack() as undo:
-        undo.callback(storages.close)
-        device = storages.device.index if storages.device.type == "cuda" else None
-        ring = make_event_ring(device, isolated_ipc)
-        undo.callback(ring.close)
-        registration = Registration(name, storages, ring)
-        _hand_over(link, registration, timeout_s)
-        undo.pop_all()
-    return registration
+    _hand_over(link, registration, Nonces(registration.storages), timeout_s)
 
 
-def _hand_over(link: Link, registration: Registration, timeout_s: float) -> None:
+def register_again(link: Link, registration: Registration, timeout_s: float) -> None:
+    """The same for a cache that may be in use: nothing is written to it. Raises what `register` raises."""
+    for left in reversed(range(_PROBE_TIMES)):
+        probes = Probes(registration.storages, at_start=link.greeting.version < _PROBES_VERSION)
+        try:
+            _hand_over(link, registration, contextlib.nullcontext(probes), timeout_s)
+            return
+        except ShareError:
+            if not left:
+                raise
+
+
+def unregister(link: Link, timeout_s: float) -> None:
+    """Take the cache back; when this returns the server has no mapping of it. Without a cache nothing happens."""
+    link.call(Unregister, Unregistered, timeout_s)
+
+
+def _hand_over(
+    link: Link, registration: Registration, proofs: AbstractContextManager[MappingProof], timeout_s: float
+) -> None:
     with link.conversation() as talk:
         try:
-            with Nonces(registration.storages) as nonces:
-                nonces.check(_send(link, talk, registration, timeout_s).nonces)
+            with proofs as proof:
+                proof.check(_send(link, talk, registration, proof.offsets, timeout_s=timeout_s).nonces)
             link.send(Confirm(talk.seq), timeout_s)
             talk.receive(Registered, timeout_s)
         except BaseException:
@@ -87,12 +128,9 @@ def _hand_over(link: Link, registration: Registration, timeout_s: float) -> None
             raise
 
 
-def unregister(link: Link, timeout_s: float) -> None:
-    """Take the cache back; when this returns the server has no mapping of it. Without a cache nothing happens."""
-    link.call(Unregister, Unregistered, timeout_s)
-
-
-def _send(link: Link, talk: Conversation, registration: Registration, timeout_s: float) -> Proof:
+def _send(
+    link: Link, talk: Conversation, registration: Registration, probes: tuple[int, ...], *, timeout_s: float
+) -> Proof:
     """Send what describes the cache, then all descriptors; what the server reads through its mapping."""
     name, storages = registration.name, registration.storages
     slots = fd_slots(storages.wrappers)
@@ -111,6 +149,7 @@ def _send(link: Link, talk: Conversation, registration: Registration, timeout_s:
             num_fds=len(slots),
             events=events,
             num_event_fds=len(event_fds),
+            probes=probes,
         )
         link.send(message, timeout_s)
         talk.receive(FdAck, timeout_s)

@@ -1,26 +1,19 @@
-"""An engine's KV cache on its way to the server: tensors become storages, wrappers, planes, and a nonce in each."""
+"""An engine's KV cache on its way to the server: tensors become storages, wrappers and planes."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from kvferry.errors import KVFerryError, LayoutError, ShareError
+from kvferry.errors import KVFerryError, LayoutError
 from kvferry.ipc.host import HostIPCWrapper
 from kvferry.ipc.policy import IPCPolicy
 from kvferry.ipc.shared_memory import find_segment, rehome
 from kvferry.ipc.wrapper import DeviceIPCWrapper
 from kvferry.layout import KVLayout, LayoutHints, TensorView, describe
-from kvferry.protocol.messages import NONCE_BYTES
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,6 +34,10 @@ class Storages:
         """Its UUID; "" for the host."""
         return self.wrappers[0].device_uuid
 
+    def covers(self, layout: KVLayout, flats: Sequence[torch.Tensor]) -> bool:
+        """Whether that is the very same memory, laid out alike."""
+        return layout == self.layout and [_place(flat) for flat in flats] == [_place(flat) for flat in self.flats]
+
     def synchronize(self) -> None:
         """Wait until what was queued on the current stream is in memory."""
         if self.device.type == "cuda":
@@ -52,42 +49,6 @@ class Storages:
             wrapper.close()
 
 
-class Nonces:
-    """Random bytes at the start of each storage; what was there comes back at the end of `with`."""
-
-    def __init__(self, storages: Storages) -> None:
-        self._storages = storages
-        self._heads = [flat[:NONCE_BYTES] for flat in storages.flats]
-        self._before = [head.clone() for head in self._heads]
-        self._written = [os.urandom(len(head)) for head in self._heads]
-        for head, nonce in zip(self._heads, self._written, strict=True):
-            head.copy_(torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
-        storages.synchronize()
-
-    def check(self, read: Sequence[bytes]) -> None:
-        """Raise ShareError unless the server has read exactly these."""
-        if len(read) != len(self._written):
-            raise ShareError(f"the server mapped {len(read)} storages of {len(self._written)}")
-        for index, (here, there) in enumerate(zip(self._written, read, strict=True)):
-            if here != there:
-                wrapper = self._storages.wrappers[index]
-                raise ShareError(
-                    f"the server reads other bytes than were written into storage {index} ({wrapper!r}), so it has not "
-                    "mapped this memory: check that both processes see the same devices and, for kinds of sharing "
-                    "that need it, one pid namespace"
-                )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for head, before in zip(self._heads, self._before, strict=True):
-            head.copy_(before)
-        self._storages.synchronize()
-
-
 def prepare_storages(
     kv_caches: Mapping[str, torch.Tensor],
     *,
@@ -95,17 +56,25 @@ def prepare_storages(
     hints: Mapping[str, Any] | LayoutHints | None,
     policy: IPCPolicy,
 ) -> Storages:
-    """Describe and wrap the storages of an engine's tensors, in the order of `kv_caches`.
+    """Describe and wrap the storages of an engine's tensors; see `describe_storages`, `wrap_storages`."""
+    layout, flats = describe_storages(kv_caches, format=format, hints=hints, policy=policy)
+    return wrap_storages(layout, flats, policy)
+
+
+def describe_storages(
+    kv_caches: Mapping[str, torch.Tensor],
+    *,
+    format: str,
+    hints: Mapping[str, Any] | LayoutHints | None,
+    policy: IPCPolicy,
+) -> tuple[KVLayout, tuple[torch.Tensor, ...]]:
+    """The layout of an engine's tensors in the order of `kv_caches`, and all bytes of each distinct storage.
 
     CPU tensors in ordinary memory are moved to shareable memory first, in place: same objects, same values.
 
-    Raises LayoutError where the tensors do not fit the format or the hints, ShareError where they cannot be shared.
+    Raises LayoutError where the tensors do not fit the format or the hints.
     """
-    tensors = list(kv_caches.values())
-    if not tensors:
-        raise LayoutError("kv_caches is empty; give the tensors of all layers")
-    if len({tensor.device for tensor in tensors}) > 1:
-        raise LayoutError("kv_caches are on several devices; register those of one device with one client each")
+    tensors = _check_tensors(kv_caches)
     _make_shareable(tensors, policy)
     storages = _by_address(tensors)
     order = {address: number for number, address in enumerate(storages)}
@@ -114,6 +83,11 @@ def prepare_storages(
     layout = describe(format, views, hints, names=list(kv_caches))
     flats = tuple(_flat(tensor) for tensor in storages.values())
     layout.validate([flat.numel() for flat in flats])
+    return layout, flats
+
+
+def wrap_storages(layout: KVLayout, flats: Sequence[torch.Tensor], policy: IPCPolicy) -> Storages:
+    """Storages that can be given to a server. Raises ShareError where they cannot be shared."""
     wrappers: list[DeviceIPCWrapper] = []
     try:
         for flat in flats:
@@ -122,7 +96,27 @@ def prepare_storages(
         for wrapper in wrappers:
             wrapper.close()
         raise
-    return Storages(layout, flats, tuple(wrappers))
+    return Storages(layout, tuple(flats), tuple(wrappers))
+
+
+def _check_tensors(kv_caches: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    given: object = kv_caches
+    if not isinstance(given, Mapping):
+        raise LayoutError(f"kv_caches is a {type(kv_caches).__name__}; give a mapping from layer names to tensors")
+    for name, tensor in given.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            what = f"kv_caches[{name!r}] is a {type(tensor).__module__}.{type(tensor).__name__}"
+            raise LayoutError(f"{what}; names are strings, and values torch tensors")
+    tensors = list(kv_caches.values())
+    if not tensors:
+        raise LayoutError("kv_caches is empty; give the tensors of all layers")
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise LayoutError("kv_caches are on several devices; register those of one device with one client each")
+    return tensors
+
+
+def _place(flat: torch.Tensor) -> tuple[torch.device, int, int]:
+    return flat.device, flat.data_ptr(), flat.numel()
 
 
 def _by_address(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

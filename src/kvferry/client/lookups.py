@@ -1,0 +1,141 @@
+"""What is asked about prompts: how much of them is there, what is to be loaded, what is to be forgotten."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from kvferry.client.connection import Connection
+from kvferry.client.keys import RequestKeys
+from kvferry.client.link import Link
+from kvferry.client.presence import Presence
+from kvferry.errors import RequestError, ServerGoneError
+from kvferry.layout import KeyContext, chain_hashes
+from kvferry.protocol import messages
+from kvferry.protocol.messages import Cleared, Found, Prefetched
+
+_LOWER_TIERS_VERSION = 2  # of the protocol
+
+_T = TypeVar("_T")
+
+
+class Lookup(NamedTuple):
+    """`tokens` at the start of the prompt are promised under `lease_id`, which is 0 where there are none.
+
+    Up to `coming` more are on their way into the server's memory: another lookup may find them.
+    """
+
+    tokens: int
+    lease_id: int
+    coming: int = 0
+
+
+class Prefetch(NamedTuple):
+    """`tokens` at the start of the prompt are in the server's memory, up to `coming` more on their way there."""
+
+    tokens: int
+    coming: int
+
+
+_NOT_FOUND = Lookup(0, 0)
+_NOT_THERE = Prefetch(0, 0)
+
+
+class Lookups:
+    """Asks for one client. Any thread may; what a server that is gone cannot answer is a miss."""
+
+    def __init__(self, connection: Connection, presence: Presence, timeout_s: float) -> None:
+        self._connection = connection
+        self._presence = presence
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()  # guards the keys; held while some are hashed
+        self._keys = RequestKeys()
+
+    def keys(self, request_id: str | None, tokens: Any, chunk_tokens: int, context: KeyContext) -> bytes:
+        """The keys of all whole chunks; of a request, only tokens that it had not before are hashed."""
+        if request_id is None:
+            return chain_hashes(tokens, chunk_tokens, context)
+        with self._lock:
+            return self._keys.keys(request_id, tokens, chunk_tokens, context)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        with self._lock:
+            self._keys.forget(request_id)
+
+    def lookup(self, request_id: str, tokens: Any, context: KeyContext, *, wait_s: float) -> Lookup:
+        """See `CacheClient.lookup`."""
+
+        def ask(link: Link) -> Lookup:
+            chunk_tokens = self._presence.chunk_tokens
+            keys = self.keys(request_id, tokens, chunk_tokens, context)
+            if not keys:
+                return _NOT_FOUND
+            timeout_s = self._timeout_s + wait_s
+            found = link.call(lambda seq: messages.Lookup(seq, request_id, keys, wait_s), Found, timeout_s)
+            if found.chunk_tokens in (0, chunk_tokens):
+                return Lookup(found.tokens, found.lease_id, found.coming)
+            self._presence.chunk_tokens = found.chunk_tokens  # the engine came back with other blocks
+            return ask(link)
+
+        return self._ask(ask, _NOT_FOUND)
+
+    def prefetch(self, tokens: Any, context: KeyContext) -> Prefetch:
+        """See `CacheClient.prefetch`."""
+
+        def ask(link: Link) -> Prefetch:
+            _need_lower_tiers(link, "prefetch")
+            keys = chain_hashes(tokens, self._presence.chunk_tokens, context)
+            if not keys:
+                return _NOT_THERE
+            there = link.call(lambda seq: messages.Prefetch(seq, keys), Prefetched, self._timeout_s)
+            return Prefetch(there.tokens, there.coming)
+
+        return self._ask(ask, _NOT_THERE)
+
+    def clear(self, tokens: Any, context: KeyContext) -> int:
+        """See `CacheClient.clear`."""
+        link = self._link()
+        if link is None:
+            raise self._connection.gone()
+        _need_lower_tiers(link, "clear")
+        keys = b""
+        if tokens is not None:
+            if not self._knows_chunks(link):
+                return 0
+            keys = chain_hashes(tokens, self._presence.chunk_tokens, context)
+            if not keys:  # not a chunk; no keys at all would stand for everything
+                return 0
+        return link.call(lambda seq: messages.Clear(seq, keys), Cleared, self._timeout_s).num_chunks
+
+    def _ask(self, ask: Callable[[Link], _T], nothing: _T) -> _T:
+        """What `ask(link)` gives; `nothing` while there is no server, or the engine's ranks are not there."""
+        link = self._link()
+        if link is None:
+            return nothing
+        try:
+            return ask(link) if self._knows_chunks(link) else nothing
+        except ServerGoneError:
+            self._connection.check()  # closed meanwhile is another thing than cut off
+            return nothing
+
+    def _link(self) -> Link | None:
+        link = self._connection.link()
+        if self._presence.engine_id is None:
+            raise ValueError("no engine to look up for; call register_kv_caches() or attach() first")
+        return link
+
+    def _knows_chunks(self, link: Link) -> bool:
+        """Whether the engine's chunk size is known; asks the server again while it is not."""
+        engine_id = self._presence.engine_id
+        if self._presence.chunk_tokens > 0 or engine_id is None:
+            return self._presence.chunk_tokens > 0
+        return self._presence.attach(link, engine_id)
+
+
+def _need_lower_tiers(link: Link, what: str) -> None:
+    version = link.greeting.version
+    if version < _LOWER_TIERS_VERSION:
+        text = f"the server speaks protocol {version}, which has no {what}; it needs {_LOWER_TIERS_VERSION}: update it"
+        raise RequestError("version", text)
