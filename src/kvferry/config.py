@@ -48,7 +48,7 @@ class ServerConfig:
             name="listen",
             kind=Kind.TEXT,
             help="Listen on TCP, too, for engines in isolated containers; needs token-file. Nothing is encrypted.",
-            allowed="tcp://HOST:PORT, with port 0 for any free one",
+            allowed="tcp://HOST:PORT, or tcp://:PORT for loopback, with port 0 for any free one",
             check=lambda text: text.startswith("tcp://") and is_host_port(text[len("tcp://") :]),
         ).metadata,
     )
@@ -64,7 +64,7 @@ class ServerConfig:
             name="memory",
             kind=Kind.SIZE,
             help="Host memory for KV, pinned where GPUs are served.",
-            allowed="a size of at least 64KiB",
+            allowed="a size of at least 64KiB, for example 4GiB",
             check=lambda size: size >= 1 << 16,
         ).metadata,
     )
@@ -119,7 +119,7 @@ class ServerConfig:
             name="disk-size",
             kind=Kind.SIZE,
             help="How much the disk tier may hold.",
-            allowed="a size of at least 1MiB",
+            allowed="a size of at least 1MiB, for example 500GiB",
             check=lambda size: size >= 1 << 20,
         ).metadata,
     )
@@ -128,10 +128,10 @@ class ServerConfig:
         metadata=Setting(
             name="remote",
             kind=Kind.TEXT,
-            help="Object store behind the other tiers; needs obstore: pip install 'kvferry[remote]'.",
+            help="Object store behind the other tiers; needs the package obstore, the extra `remote` of kvferry.",
             allowed="s3://BUCKET/PREFIX or file:///PATH, without credentials, which go into remote-option",
             check=is_remote_url,
-            shown=is_remote_url,
+            shown=lambda url: not {"@", "?"} & set(url),
         ).metadata,
     )
     remote_options: Mapping[str, str] = field(
@@ -180,7 +180,7 @@ class ServerConfig:
             name="metrics",
             kind=Kind.TEXT,
             help="Serve /metrics (Prometheus) and /health by HTTP at this address.",
-            allowed="HOST:PORT, with port 0 for any free one and an IPv6 address in brackets",
+            allowed="HOST:PORT, or :PORT for loopback, with port 0 for any free one",
             check=is_host_port,
         ).metadata,
     )

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 METADATA = "setting"
+LOOPBACK = "127.0.0.1"
 
 
 class Kind(enum.Enum):
@@ -78,7 +79,8 @@ class Setting:
     def problem(self, value: object) -> str | None:
         """What is wrong with a value, None where nothing is."""
         try:
-            if isinstance(value, self.kind.types) and self.check(value):
+            right = isinstance(value, self.kind.types) and isinstance(value, bool) == (self.kind is Kind.SWITCH)
+            if right and self.check(value):
                 return None
         except (TypeError, ValueError, AttributeError):
             pass  # as wrong as what the check says no to
@@ -115,11 +117,11 @@ def seconds(name: str, text: str, least: float) -> Setting:
 
 
 def split_host_port(text: str) -> tuple[str, int]:
-    """`HOST:PORT`, an IPv6 address in brackets, as both. Raises ValueError."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.%]+)\]|([^\s:/\[\]@]+)):([0-9]{1,5})", text)
+    """`HOST:PORT`, an IPv6 address in brackets, as both; without a host it is loopback. Raises ValueError."""
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[^\s\[\]]+)?)\]|([^\s:/\[\]@?#]*)):([0-9]{1,5})", text)
     if match is None or int(match[3]) > 65_535:
         raise ValueError(f"{text!r} is no HOST:PORT; an IPv6 address goes into brackets, as in [::1]:9464")
-    return match[1] or match[2], int(match[3])
+    return match[1] or match[2] or LOOPBACK, int(match[3])
 
 
 def is_host_port(text: str) -> bool:

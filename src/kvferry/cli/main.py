@@ -8,17 +8,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import pathlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from kvferry.cli.config_flags import with_settings
+from kvferry.cli.config_sources import load_config
+from kvferry.cli.config_view import view_config
 from kvferry.cli.sizes import parse_bytes
-from kvferry.config import ServerConfig
 from kvferry.errors import KVFerryError
 
 if TYPE_CHECKING:
@@ -46,23 +49,29 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 
 @app.command()
+@with_settings
 def serve(
-    socket: Annotated[pathlib.Path, typer.Option(help="Path of the Unix socket to listen on.")],
-    memory: Annotated[str, typer.Option(help="Size of the pool that keeps KV, e.g. 4GiB.")] = "4GiB",
-    device: DeviceOption = Device.auto,
-    allow_uid: Annotated[list[int], typer.Option(min=0, help="Another uid that may connect; may be given again.")] = [],  # noqa: B006  typer copies it
+    flags: Mapping[str, Any],
+    *,
+    config: Annotated[
+        pathlib.Path | None, typer.Option(help="TOML file with settings; flags and KVFERRY_... variables go before it.")
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Show each setting and where it comes from, and end.")
+    ] = False,
     until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Run the cache server until SIGTERM or SIGINT."""
-    config = ServerConfig(
-        socket_path=str(socket),
-        memory_bytes=parse_bytes(memory),
-        device=device.value,
-        allow_uids=frozenset(allow_uid),
-    )
+    """Run the cache server until SIGTERM or SIGINT.
+
+    Each setting is a flag, a variable (--disk-size is KVFERRY_DISK_SIZE) and a key of the file (disk_size).
+    """
+    loaded = load_config(flags, config, os.environ)
+    if print_config:
+        typer.echo(view_config(loaded))
+        return
     from kvferry.cli.serve import run_server
 
-    run_server(config, until_stdin_closes=until_stdin_closes)
+    run_server(loaded.config, until_stdin_closes=until_stdin_closes)
 
 
 @app.command()
