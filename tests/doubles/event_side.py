@@ -65,8 +65,10 @@ class EventSide:
         self.own = tensor_from_pointer(self.address, BUFFER_BYTES, device=0, owner=None)
         return {}
 
-    def make(self, isolated: bool = False, slots: int = 8, host: bool = False) -> dict[str, Any]:
-        self.ring = make_event_ring(None if host else 0, isolated, slots)
+    def make(
+        self, isolated: bool = False, slots: int = 8, host: bool = False, in_device_memory: bool = False
+    ) -> dict[str, Any]:
+        self.ring = make_event_ring(None if host else 0, isolated, slots, in_device_memory=in_device_memory)
         return self._sent(encode_events(self.ring))
 
     def make_waiting(self, slots: int = 8, on_device: bool = False) -> dict[str, Any]:

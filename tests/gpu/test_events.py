@@ -36,10 +36,10 @@ def test_events_opened_late_still_order_in_both_directions(side: EventSide, chil
     child.ask("receive_buffer")
     side.send_buffer()
     child.answer()
-    for isolated in (False, True):
-        ours = side.make(isolated=isolated)["data"]
+    for kind in ({}, {"isolated": True}, {"isolated": True, "in_device_memory": True}):
+        ours = side.make(**kind)["data"]
         our_ticket = side.work(0.2)["ticket"]
-        theirs = child.call("make", isolated=isolated)["data"]
+        theirs = child.call("make", **kind)["data"]
         their_ticket = child.call("work", spin_s=0.2)["ticket"]
         side.churn(1000)
         child.call("churn", number=1000)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from doubles.event_side import EventChild, EventSide
 from doubles.fake_cuda import FakeDriver, installed
 from doubles.host_files import count_fds
+from kvferry.cuda.device import bound
 from kvferry.errors import CudaError, DeadlineError, ShareError, StaleHandleError, WireError
 from kvferry.ipc.events import Ticket, encode_events, make_event_ring, open_events
 from kvferry.ipc.events.tickets import SlotPool
 from kvferry.ipc.table import process_table
+
+RINGS = {"cuda": {}, "semaphore": {"isolated": True}, "in device memory": {"isolated": True, "in_device_memory": True}}
 
 
 @pytest.fixture
@@ -182,12 +186,12 @@ def test_host_events_between_processes(child: EventChild) -> None:
     assert side.close()["mapped"] == 0
 
 
-@pytest.mark.parametrize("isolated", [False, True], ids=["cuda", "semaphore"])
-def test_ordered_after_a_spin_in_both_directions(side: EventSide, child: EventChild, isolated: bool) -> None:
+@pytest.mark.parametrize("kind", RINGS)
+def test_ordered_after_a_spin_in_both_directions(side: EventSide, child: EventChild, kind: str) -> None:
     child.call("start")
     side.start()
-    data = child.call("make", isolated=isolated)["data"]
-    assert side.open(data)["kind"] == ("SemaphorePeerEvents" if isolated else "CudaPeerEvents")
+    data = child.call("make", **RINGS[kind])["data"]
+    assert side.open(data)["kind"] == ("CudaPeerEvents" if kind == "cuda" else "SemaphorePeerEvents")
     child.ask("send_buffer")
     side.receive_buffer()
     child.answer()
@@ -202,14 +206,14 @@ def test_ordered_after_a_spin_in_both_directions(side: EventSide, child: EventCh
         side.wait(child.call("work", spin_s=0.5)["ticket"], 0.05)
 
 
-@pytest.mark.parametrize("isolated", [False, True], ids=["cuda", "semaphore"])
-def test_this_process_records_and_the_other_opens_late(side: EventSide, child: EventChild, isolated: bool) -> None:
+@pytest.mark.parametrize("kind", RINGS)
+def test_this_process_records_and_the_other_opens_late(side: EventSide, child: EventChild, kind: str) -> None:
     side.start()
     child.call("start")
     child.ask("receive_buffer")
     side.send_buffer()
     child.answer()
-    data = side.make(isolated=isolated)["data"]
+    data = side.make(**RINGS[kind])["data"]
     ticket = side.work(0.2)["ticket"]
     side.churn(50)
     time.sleep(0.5)
@@ -217,6 +221,29 @@ def test_this_process_records_and_the_other_opens_late(side: EventSide, child: E
     child.call("wait", ticket=ticket, within_s=5)
     assert child.call("read")["bytes"] == [7, 7]
     side.release(ticket)
+
+
+def test_a_ring_in_device_memory_needs_no_descriptor_and_no_slot_is_used_too_early(fake: FakeDriver) -> None:
+    with make_event_ring(0, True, 1, in_device_memory=True) as ring:
+        data, fds = encode_events(ring)
+        assert fds == []
+        with open_events(data) as events:
+            stuck = threading.Event()
+            with bound(0):
+                stream = fake.fake.stream(0)
+            stream.push(partial(stream.hold_until, stuck.is_set))
+            ticket = ring.record()
+            ring.release(ticket)
+            assert not events.query(ticket)
+            with pytest.raises(DeadlineError):  # its signal is still to come
+                ring.record(timeout_s=0.05)
+            with pytest.raises(ShareError, match="cannot hold a stream"):  # the recorder owns the memory
+                events.wait_on_stream(ticket)
+            stuck.set()
+            events.wait(ticket, 5)
+            assert ring.record().value > ticket.value
+    process_table().mappings.drain(20)
+    assert fake.fake.calls["cuMemFree_v2"] == 1
 
 
 def test_a_stream_waits_for_a_semaphore_and_is_let_go_when_the_peer_is_killed(
@@ -294,4 +321,11 @@ def test_a_ring_that_cannot_be_made_leaves_nothing(fake: FakeDriver) -> None:
     fake.fake.failures["cuMemHostRegister_v2"] = [2]
     with pytest.raises(CudaError):
         make_event_ring(0, True, 4)
+    for call in ("cuMemAlloc_v2", "cuIpcGetMemHandle", "cuStreamCreateWithPriority", "cuMemsetD8Async"):
+        fake.fake.failures[call] = [2]
+        with pytest.raises((CudaError, ShareError)):
+            make_event_ring(0, True, 4, in_device_memory=True)
+        assert not fake.fake.failures[call], call
+    process_table().mappings.drain(20)
+    assert fake.fake.calls["cuMemFree_v2"] == 3
     assert count_fds() == before

@@ -13,6 +13,7 @@ from kvferry.ipc.events.descriptor import EventsDescriptor, from_bytes, to_bytes
 from kvferry.ipc.events.pages import DevicePage, HostPage, Page
 from kvferry.ipc.events.peers import CudaPeerEvents, HostPeerEvents, SemaphorePeerEvents
 from kvferry.ipc.events.rings import CudaEventRing, HostEventRing, SemaphoreRing, local_rings
+from kvferry.ipc.events.tickets import check_slots
 from kvferry.ipc.host import HostIPCWrapper
 from kvferry.ipc.raw import RawCudaIPCWrapper
 from kvferry.ipc.table import process_table
@@ -22,15 +23,21 @@ if TYPE_CHECKING:
     import torch
 
 
-def make_event_ring(device: int | None, isolated_ipc: bool, slots: int = 64) -> EventRing:
+def make_event_ring(
+    device: int | None, isolated_ipc: bool, slots: int = 64, *, in_device_memory: bool = False
+) -> EventRing:
     """A ring for the work of this process on `device` (None: on the host); the caller closes it.
 
-    Inter-process CUDA events, or, for processes that share no `/dev/shm`, timeline semaphores.
+    Inter-process CUDA events, or, for processes that share no `/dev/shm`, timeline semaphores. These lie in shared host
+    memory, or, for processes that can pass no file descriptor either, in device memory, where each look at them costs
+    a copy.
     """
     if device is None:
         return HostEventRing(slots)
     if isolated_ipc:
-        return SemaphoreRing(device, slots)
+        check_slots(slots)
+        page: Page = DevicePage.make(device, slots) if in_device_memory else HostPage.make(slots)
+        return SemaphoreRing(device, page, owns_page=True)
     return CudaEventRing(device, slots)
 
 
@@ -106,7 +113,7 @@ def open_event_ring(data: bytes | bytearray | memoryview, fds: Sequence[int] = (
     descriptor = _read(data, fds, memory_of="waiter")
     page = _open_page(descriptor)
     try:
-        return SemaphoreRing(ordinal_of(descriptor.device_uuid), descriptor.slots, page)
+        return SemaphoreRing(ordinal_of(descriptor.device_uuid), page, owns_page=False)
     except BaseException:
         page.close()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 import time
@@ -11,14 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvferry.cuda.memory import host_device_pointer, register_host, unregister_host
+from kvferry.cuda.device import bound
+from kvferry.cuda.memory import host_device_pointer, register_host, tensor_from_pointer, unregister_host
 from kvferry.cuda.stream import Stream, synchronize_device, write_value64
 from kvferry.errors import DeadlineError
 from kvferry.ipc.host import HostIPCWrapper
 from kvferry.ipc.mapping_records import MappingKey, Opened
 from kvferry.ipc.mappings import MappingRef
+from kvferry.ipc.raw import RawCudaIPCWrapper
 from kvferry.ipc.shared_memory import Segment
-from kvferry.ipc.table import process_table
+from kvferry.ipc.table import new_token, process_table
 
 if TYPE_CHECKING:
     from kvferry.ipc.wrapper import DeviceIPCWrapper
@@ -116,15 +119,33 @@ class DevicePage(Page):
     """A page of device memory, for processes that can pass no file descriptor. Reading it costs a copy.
 
     The stream that reads and writes it is of high priority, so that it does not share a hardware queue with streams
-    that wait for one of these words.
+    that wait for one of these words. `memory` is held until the page is closed.
     """
 
-    def __init__(self, wrapper: DeviceIPCWrapper, device: int) -> None:
+    def __init__(self, wrapper: DeviceIPCWrapper, device: int, memory: MappingRef | None = None) -> None:
         super().__init__(wrapper)
+        self._memory = memory
         self._tensor: torch.Tensor = wrapper.to_tensor()
         self._address = self._tensor.data_ptr()
         self._device = device
         self._stream = Stream(device, priority=-1)
+
+    @classmethod
+    def make(cls, device: int, slots: int) -> DevicePage:
+        """A new page of zeros, in an allocation of its own, which can be sent whatever torch allocates with."""
+        nbytes = slots * WORD_BYTES
+        key = MappingKey(b"", 0, b"words:" + new_token())
+        with contextlib.ExitStack() as undo:
+            memory = process_table().mappings.acquire(key, partial(_allocate, device, nbytes))
+            undo.callback(memory.release)
+            tensor = tensor_from_pointer(memory.address, nbytes, device=device, owner=None)
+            wrapper = RawCudaIPCWrapper(tensor.view(torch.int64))
+            undo.callback(wrapper.close)
+            page = cls(wrapper, device, memory)
+            undo.callback(page.close)
+            page.clear()
+            undo.pop_all()
+        return page
 
     def clear(self) -> None:
         """Zero the page; by the process that made it, before it is sent."""
@@ -154,3 +175,20 @@ class DevicePage(Page):
     def close(self) -> None:
         self._stream.close()
         self.wrapper.close()
+        if self._memory is not None:
+            self._memory.release()
+
+
+def _allocate(device: int, nbytes: int) -> Opened:
+    """Memory of the device; given back on the unmapper's thread, once the device has done what it had to do."""
+    with bound(device) as drv:
+        address = drv.mem_alloc(nbytes)
+    return Opened(address, nbytes, partial(_free, device, address))
+
+
+def _free(device: int, address: int) -> None:
+    with bound(device) as drv:
+        try:
+            drv.context_synchronize()  # streams may still write to it
+        finally:
+            drv.mem_free(address)

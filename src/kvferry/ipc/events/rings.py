@@ -99,20 +99,20 @@ class CudaEventRing(EventRing):
 class SemaphoreRing(EventRing):
     """Timeline semaphores: a stream stores the ticket's value when it comes to it. Needs no shared `/dev/shm`.
 
-    `waiters_page` is the page that the waiting process owns and sent here (`make_peer_events`); without it the ring
-    makes one of shared host memory.
+    `page` is closed with the ring. The ring `owns_page`, which the waiting process is then sent; else it is one that
+    the waiting process made and sent here (`make_peer_events`).
     """
 
-    def __init__(self, device: int, slots: int, waiters_page: Page | None = None) -> None:
-        super().__init__(slots)
-        self._device = device
-        self._device_uuid = device_uuid(device)
-        self._owns_page = waiters_page is None
-        self._page = waiters_page or HostPage.make(slots)
+    def __init__(self, device: int, page: Page, *, owns_page: bool) -> None:
+        self._page = page
         try:
-            self._page.device_address(0, device)
+            super().__init__(page.slots)
+            self._device = device
+            self._device_uuid = device_uuid(device)
+            self._owns_page = owns_page
+            page.device_address(0, device)
         except BaseException:
-            self._page.close()
+            page.close()
             raise
 
     @property

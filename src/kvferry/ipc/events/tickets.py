@@ -41,6 +41,12 @@ def check_slot(ticket: Ticket, slots: int) -> None:
         raise WireError(f"{ticket} is not of this ring, which has slots 0 to {slots - 1}")
 
 
+def check_slots(slots: int) -> None:
+    """Raise ValueError for a number of slots that no ring has."""
+    if not 1 <= slots <= MAX_SLOTS:
+        raise ValueError(f"a ring has 1 to {MAX_SLOTS} slots, got {slots}")
+
+
 class SlotPool:
     """The slots of a ring: free, or held by the ticket that was recorded last.
 
@@ -49,8 +55,7 @@ class SlotPool:
     """
 
     def __init__(self, slots: int) -> None:
-        if not 1 <= slots <= MAX_SLOTS:
-            raise ValueError(f"a ring has 1 to {MAX_SLOTS} slots, got {slots}")
+        check_slots(slots)
         self.slots = slots
         self._values = [0] * slots  # of the last ticket, 0 before the first
         self._released = deque(range(slots))
