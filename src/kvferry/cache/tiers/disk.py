@@ -35,9 +35,9 @@ class DiskTier:
     """Keeps each chunk in a file of its own below `path`, which one server uses at a time.
 
     A file gets its name once it is whole. It is not synced: after a loss of power it may be torn, which its checksums
-    show, and is then a miss. Files are written and read past the page cache where the chunk's memory is page-aligned
-    and the file system can (`direct`): the device is as fast, a byte costs a sixth of the CPU time, and memory is not
-    filled with second copies. A call takes as long as the disk does; a disk that hangs, hangs its thread.
+    show, and is then a miss. Chunks of 1 MiB or more go past the page cache where their memory is page-aligned and the
+    file system can (`direct`): the device is as fast, a byte costs a quarter of the CPU time, and memory is not filled
+    with second copies. A call takes as long as the disk does; a disk that hangs, hangs its thread.
 
     Raises TierUnavailableError where the folder cannot be used, or another server does.
     """
@@ -131,7 +131,7 @@ class DiskTier:
 
     def _write(self, name: ChunkName, header: bytes, data: memoryview) -> None:
         """Write a file and publish it, or leave nothing. Raises OSError."""
-        direct = self.direct and disk_file.is_aligned(data)
+        direct = self.direct and disk_file.suits_direct(data)
         part = self._home.part()
         try:
             try:
@@ -151,7 +151,7 @@ class DiskTier:
 
     def _read(self, path: str, into: memoryview) -> bytes:
         """Fill `into`; the header. Raises OSError or ChunkCorruptError."""
-        direct = self.direct and disk_file.is_aligned(into)
+        direct = self.direct and disk_file.suits_direct(into)
         try:
             return disk_file.read_file(path, into, direct=direct)
         except OSError as error:

@@ -17,13 +17,16 @@ from kvferry.errors import ChunkCorruptError
 PAGE_BYTES = 4096
 """What O_DIRECT asks of addresses, offsets and lengths; 512 would do on many disks, this does on all."""
 
+DIRECT_MIN_BYTES = 1 << 20
+"""Below this a device waits for each file longer than the copy through the page cache takes."""
+
 FILE_MODE = 0o600
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: a pipe in a file's place must not hang the open
 
 
-def is_aligned(data: memoryview) -> bool:
-    """Whether the bytes lie where O_DIRECT can take them from, or put them."""
-    return np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES == 0
+def suits_direct(data: memoryview) -> bool:
+    """Whether O_DIRECT can take the bytes from where they lie, or put them there, and is worth it."""
+    return len(data) >= DIRECT_MIN_BYTES and np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES == 0
 
 
 def write_file(path: str, header: bytes, data: memoryview, *, direct: bool) -> None:
