@@ -14,7 +14,7 @@ from kvferry.client.presence import Presence
 from kvferry.client.registration import RankName, Registration, check_name
 from kvferry.client.storages import describe_storages, wrap_storages
 from kvferry.client.transfers import Transfers
-from kvferry.client.url import parse_url
+from kvferry.client.url import TcpAddress, parse_url
 from kvferry.errors import DeadlineError, ServerGoneError
 from kvferry.ipc.policy import IPCPolicy
 from kvferry.layout import KeyContext, LayoutHints, chunk_tokens_for
@@ -49,7 +49,8 @@ class CacheClient:
     Parameters
     ----------
     url
-        "unix:///path/to/socket", or the path itself, or "tcp://host:port".
+        "unix:///path/to/socket", or the path itself, or "tcp://host:port", where `isolated_ipc` is implied, and KV
+        caches have to be memory of cudaMalloc.
     token
         For servers that want one: "name:secret".
     required
@@ -66,6 +67,7 @@ class CacheClient:
         address = parse_url(url)
         if isinstance(token, str):
             token = Token.parse(token)
+        self._remote = isinstance(address, TcpAddress)
         self._timeout_s = timeout_s
         self._presence = Presence(timeout_s)
         self._connection = Connection(
@@ -130,7 +132,7 @@ class CacheClient:
             if self._presence.has(name, layout, flats):
                 return
             storages = wrap_storages(layout, flats, policy)
-            registration = Registration.make(name, storages, isolated_ipc=policy.isolated_ipc)
+            registration = Registration.make(name, storages, isolated_ipc=policy.isolated_ipc, remote=self._remote)
             try:
                 self._presence.register(link, registration)
                 self._connection.check()  # after a close in between nobody else would do it

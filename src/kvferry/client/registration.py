@@ -64,12 +64,13 @@ class Registration:
     ring: EventRing
 
     @classmethod
-    def make(cls, name: RankName, storages: Storages, *, isolated_ipc: bool) -> Registration:
-        """Takes the storages, and closes them on error."""
+    def make(cls, name: RankName, storages: Storages, *, isolated_ipc: bool, remote: bool) -> Registration:
+        """Takes the storages, and closes them on error. `remote`: no descriptor can be passed to the server."""
         with contextlib.ExitStack() as undo:
             undo.callback(storages.close)
             device = storages.device.index if storages.device.type == "cuda" else None
-            registration = cls(name, storages, make_event_ring(device, isolated_ipc))
+            ring = make_event_ring(device, isolated_ipc or remote, in_device_memory=remote)
+            registration = cls(name, storages, ring)
             undo.pop_all()
         return registration
 
