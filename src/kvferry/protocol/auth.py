@@ -61,19 +61,7 @@ def read_tokens(path: str) -> dict[str, Token]:
 
     Raises ValueError where the file cannot be read, is open to others than its owner, or holds something else.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, encoding="utf-8") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-                raise ValueError(f"the token file {path} must be a file that only its owner may use: chmod 600 {path}")
-            text = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"the token file {path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"the token file {path} is not UTF-8 text") from None
-    if len(text) > _MAX_FILE_BYTES:
-        raise ValueError(f"the token file {path} is longer than {_MAX_FILE_BYTES} bytes")
+    text = _read_private(path)
     tokens: dict[str, Token] = {}
     for number, token in _tokens(path, text):
         if token.name in tokens:
@@ -82,6 +70,26 @@ def read_tokens(path: str) -> dict[str, Token]:
     if not tokens:
         raise ValueError(f"the token file {path} holds no token; write name:secret on a line")
     return tokens
+
+
+def _read_private(path: str) -> str:
+    """A text file that is closed to others."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
+                raise ValueError(f"the token file {path} must be a file that only its owner may use: chmod 600 {path}")
+            data = os.read(fd, _MAX_FILE_BYTES + 1)
+        finally:
+            os.close(fd)
+        if len(data) > _MAX_FILE_BYTES:
+            raise ValueError(f"the token file {path} is longer than {_MAX_FILE_BYTES} bytes")
+        return data.decode()
+    except OSError as error:
+        raise ValueError(f"the token file {path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"the token file {path} is not UTF-8 text") from None
 
 
 def _tokens(path: str, text: str) -> Iterator[tuple[int, Token]]:
