@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "server": {"cuda", "layout", "ipc", "copy", "cache", "protocol"},
     "client": {"ipc", "layout", "protocol"},
     "reference": {"client", "layout"},
+    "connectors": {"client", "p2p", "ipc", "layout"},
     "cli": set(PARTS),
 }
 

@@ -1,0 +1,70 @@
+"""The name under which engines share KV: all that decides what the bytes are, beside tokens, layout and rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from kvferry.connectors.vllm.weights import local_folder, weights_name
+
+# Fields of a model's configuration that differ between copies and releases, and mean nothing for KV.
+_NOT_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "name_or_path"})
+# RoPE variants whose angles depend on the longest sequence that the engine is set up for.
+_LENGTH_DEPENDENT = ("longrope", "dynamic", '"su"')
+
+
+def model_name(vllm_config: Any, *, model_id: str, engine: str) -> str:
+    """The `model` of a registration: a readable part, and a hash of everything that counts.
+
+    `engine` names what packs the blocks: vLLM's version and its attention backends. `model_id`, where it is not empty,
+    stands for the weights.
+    """
+    model, config = vllm_config.model_config, _config_text(vllm_config.model_config)
+    parts = {
+        "weights": f"id:{model_id}" if model_id else _weights(vllm_config),
+        "config": hashlib.sha256(config.encode()).hexdigest(),
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        "engine": engine,
+        "draft": _draft(vllm_config),
+    }
+    if any(kind in config for kind in _LENGTH_DEPENDENT):
+        parts["max_model_len"] = str(model.max_model_len)
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    short = (model_id or str(model.model)).rstrip("/").rsplit("/", 1)[-1]
+    return f"vllm/{short[:64]}/{digest}"
+
+
+def lora_name(number: int, name: str, path: str, base: str) -> str:
+    """What an adapter's weights are; its name alone may come to mean another adapter.
+
+    `number` is vLLM's, which is another after the adapter was loaded anew; it is not part of the name.
+    """
+    return f"{name}/{base}/{weights_name(path, '', local_folder(path, ''))}"
+
+
+def _weights(vllm_config: Any) -> str:
+    model = vllm_config.model_config
+    load_format = str(vllm_config.load_config.load_format)
+    if load_format.endswith("dummy"):
+        return f"dummy:{model.model}@{model.seed}"
+    revision = model.revision or ""
+    return weights_name(model.model, revision, local_folder(model.model, revision))
+
+
+def _config_text(model: Any) -> str:
+    found = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NOT_MODEL}
+    return json.dumps(found, sort_keys=True, default=str)
+
+
+def _draft(vllm_config: Any) -> str:
+    """A draft model's layers have KV in the same blocks."""
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None:
+        return ""
+    revision = draft.revision or ""
+    weights = weights_name(draft.model, revision, local_folder(draft.model, revision))
+    return f"{getattr(speculative, 'method', '')}:{weights}"

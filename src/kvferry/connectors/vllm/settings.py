@@ -1,0 +1,61 @@
+"""What a user sets in `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+_Seconds = Annotated[float, Meta(gt=0, le=3600)]
+
+
+class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings of the connector.
+
+    Parameters
+    ----------
+    url
+        Where the cache server listens: "unix:///run/kvferry.sock".
+    model_id
+        Names the weights in place of what the connector finds out by itself; engines share KV where all of it is equal.
+    store_generated
+        Keep the KV of generated tokens, too, not only that of prompts.
+    isolated_ipc
+        Engine and server share no /dev/shm (isolated containers).
+    disk_wait_s
+        How long a request waits for KV that the server is loading from its lower tiers.
+    load_timeout_s
+        After so long a load is given up, and the tokens are computed.
+    """
+
+    url: str
+    model_id: str = ""
+    store_generated: bool = False
+    isolated_ipc: bool = False
+    disk_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 2.0
+    load_timeout_s: _Seconds = 10.0
+
+    @classmethod
+    def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
+        """Settings out of vLLM's dictionary. Raises ValueError for what is missing, unknown, or of the wrong type."""
+        known = cls.__struct_fields__
+        for key in extra:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(
+                    f"kv_connector_extra_config has {key!r}, which KVFerryConnector does not know{hint} "
+                    f"Known are: {', '.join(known)}"
+                )
+        if "url" not in extra:
+            raise ValueError(
+                "KVFerryConnector needs to know its cache server: set kv_connector_extra_config "
+                '{"url": "unix:///run/kvferry.sock"}, and start one by: kvferry serve --socket /run/kvferry.sock'
+            )
+        try:
+            return msgspec.convert(dict(extra), cls)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"kv_connector_extra_config of KVFerryConnector: {error}") from None
