@@ -12,6 +12,7 @@ from typing import Any
 from kvferry.cache import ChunkIndex, LeaseTable, Quotas, SlabPool
 from kvferry.config import ServerConfig
 from kvferry.errors import DeadlineError
+from kvferry.ipc.table import process_table
 from kvferry.protocol.address import Address
 from kvferry.protocol.auth import read_tokens
 from kvferry.server.acceptor import Acceptor
@@ -22,8 +23,10 @@ from kvferry.server.limits import check_memory
 from kvferry.server.listener import group_id_of, make_listeners
 from kvferry.server.loop import Loop
 from kvferry.server.memory import Memory
+from kvferry.server.metrics import MetricsServer
 from kvferry.server.patience import Patience
 from kvferry.server.sessions import Sessions
+from kvferry.server.snapshots import Question, Snapshot, Snapshots
 from kvferry.server.state import State
 from kvferry.server.tasks import CacheClosed, CacheOpened, CopyDone, FdsTaken, MemoryReady, PrepareTask
 from kvferry.server.workers import Workers
@@ -42,6 +45,7 @@ class Parts:
     acceptors: tuple[Acceptor, ...]
     addresses: tuple[Address, ...]
     health: Health
+    metrics: MetricsServer | None
     handlers: Mapping[type, Callable[[Any], None]]
 
     def stop_threads(self, timeout_s: float) -> list[DeadlineError]:
@@ -59,15 +63,16 @@ def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, 
     workers = Workers(devices.make_host, devices.make_gpu, devices.gpus, memory_address=memory.address, post=loop.post)
     state = _state(config, memory, workers)
     health = Health(config.stall_s)
-    state.more_values.append(health.values)
+    state.more_values += [health.values, lambda: {"mapped_bytes": process_table().mappings.stats().mapped_bytes}]
     sessions = _sessions(config, loop, state, patience)
     listeners = make_listeners(config, undo)
+    metrics = _metrics(config, loop, undo)
     acceptors = tuple(Acceptor(loop, listener.socket, sessions.accept) for listener in listeners)
     primary = workers.get(devices.primary)
     for offset, nbytes in memory.pieces:  # from here on nothing fails: the worker uses the memory
         primary.submit(PrepareTask(offset, nbytes))
     addresses = tuple(listener.address for listener in listeners)
-    return Parts(state, sessions, acceptors, addresses, health, _handlers(sessions, state))
+    return Parts(state, sessions, acceptors, addresses, health, metrics, _handlers(sessions, state, health))
 
 
 def _memory(config: ServerConfig, undo: contextlib.ExitStack) -> Memory:
@@ -103,11 +108,20 @@ def _sessions(config: ServerConfig, loop: Loop[Any], state: State, patience: Pat
     )
 
 
-def _handlers(sessions: Sessions, state: State) -> Mapping[type, Callable[[Any], None]]:
+def _metrics(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack) -> MetricsServer | None:
+    if config.metrics is None:
+        return None
+    metrics = MetricsServer(config.metrics, Snapshots(loop.post, loop.pulse).take)
+    undo.callback(metrics.close)
+    return metrics
+
+
+def _handlers(sessions: Sessions, state: State, health: Health) -> Mapping[type, Callable[[Any], None]]:
     return {
         CopyDone: sessions.jobs.on_done,
         FdsTaken: sessions.registrar.on_fds_taken,
         CacheOpened: sessions.registrar.on_opened,
         CacheClosed: sessions.registrar.on_closed,
         MemoryReady: lambda item: state.pool.add_area(item.offset, item.nbytes),
+        Question: lambda question: question.answer.set_result(Snapshot(state.values(), health.report)),
     }

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from kvferry.server.pulse import Pulse
+
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 _MAX_WAIT_S = 1.0
@@ -37,6 +39,7 @@ class Loop(Generic[_T]):
         self._stopping = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake_fd, READ, self._on_wake)
+        self.pulse = Pulse("the loop")
 
     def watch(self, fd: int, events: int, callback: Callback) -> None:
         """Call `callback(events)` whenever `fd` is ready; replaces an earlier watch of it."""
@@ -64,6 +67,7 @@ class Loop(Generic[_T]):
         """Serve until `stop`."""
         wait_s = 0.0
         while not self._stopping.is_set():
+            self.pulse.beat()
             for key, events in self._selector.select(wait_s):
                 if key.fd in self._selector.get_map():  # an earlier callback of this round may have forgotten it
                     key.data(events)

@@ -35,9 +35,18 @@ class Registrar:
         self._state = state
         self._on_closed = on_closed
         self._caches: dict[int, RankCache] = {}
+        state.more_values.append(self.values)
 
     def __len__(self) -> int:
         return len(self._caches)
+
+    def values(self) -> dict[str, float]:
+        """How many bytes of KV caches are held of each device, from their registration until they are unmapped."""
+        held: dict[str, float] = {}
+        for cache in self._caches.values():
+            name = f"held_bytes_{cache.worker.name}"
+            held[name] = held.get(name, 0) + cache.nbytes
+        return held
 
     def register(self, session: Session, message: Register) -> None:
         """Claim the rank, and have the device's worker open the cache."""
@@ -51,7 +60,8 @@ class Registrar:
             raise
         self._warn_if_too_large(engine)
         num_fds = message.num_fds + message.num_event_fds
-        cache = RankCache(cache_id, session, engine, message.rank, worker, message.seq, num_fds)
+        nbytes = message.layout.num_blocks * message.layout.block_bytes
+        cache = RankCache(cache_id, session, engine, message.rank, worker, nbytes, message.seq, num_fds)
         self._caches[cache_id] = cache
         session.cache = cache
         session.caches.add(cache_id)

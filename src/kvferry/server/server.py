@@ -60,6 +60,11 @@ class CacheServer:
         """Where clients find the server once it is started, with the ports that the system has chosen."""
         return tuple(map(str, self._parts.addresses))
 
+    @property
+    def metrics_url(self) -> str | None:
+        """Where the metrics are once it is started, with the port that the system has chosen; None without any."""
+        return None if self._parts.metrics is None else self._parts.metrics.url
+
     def start(self) -> None:
         """Listen, and return; memory is made ready meanwhile, and stores are skipped until it is.
 
@@ -74,6 +79,8 @@ class CacheServer:
             self._close = undo.pop_all()
         self._thread = threading.Thread(target=self._run, name="kvferry-loop", daemon=True)
         self._thread.start()
+        if self._parts.metrics is not None:
+            self._parts.metrics.start()
 
     def stop(self) -> None:
         """End all sessions once their copies have stopped, and give everything back. Idempotent.

@@ -25,7 +25,8 @@ class CacheState(enum.Enum):
 class RankCache:
     """One registration: a rank's KV cache, on its way in, in use, or on its way out.
 
-    `seq` is that of its Register, `unregister_seqs` those of the Unregisters which wait for an answer.
+    `nbytes` is what its blocks have together. `seq` is that of its Register, `unregister_seqs` those of the Unregisters
+    which wait for an answer.
     """
 
     cache_id: int
@@ -33,6 +34,7 @@ class RankCache:
     engine: Engine
     rank: int
     worker: DeviceWorker
+    nbytes: int
     seq: int
     num_fds: int
     state: CacheState = CacheState.OPENING

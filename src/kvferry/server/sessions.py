@@ -58,6 +58,7 @@ class Sessions:
         self._strangers: dict[Session, None] = {}  # over TCP, not welcome yet; the oldest first
         self._ending: dict[Session, None] = {}
         self._look_at = 0.0
+        state.more_values.append(lambda: {"sessions": len(self._sessions)})
         self.registrar = Registrar(state, self._on_cache_closed)
         self.jobs = Jobs(state)
         greeter = Greeter(tokens, incarnation=incarnation, heartbeat_s=patience.heartbeat_s, on_proven=self._on_proven)
@@ -186,7 +187,7 @@ class Sessions:
         self.end(session, failure.text)
 
     def _stats(self, session: Session, message: Stats) -> None:
-        session.send(StatsReply(message.seq, {**self._state.values(), "sessions": len(self._sessions)}))
+        session.send(StatsReply(message.seq, self._state.values()))
 
     def _on_connection_end(self, session: Session, text: str, gone: bool) -> None:
         if not gone:
