@@ -1,7 +1,7 @@
 """Frames on a stream socket: a length (little-endian u32), then one message as msgpack.
 
-File descriptors come only with an FdBatch on a Unix socket, attached to its first byte. The kernel ends a read after the bytes that
-carried descriptors, so those that a read yields belong to the last frame that began in it.
+File descriptors come only with an FdBatch on a Unix socket, attached to its first byte. The kernel ends a read after
+the bytes that carried descriptors, so those that a read yields belong to the last frame that began in it.
 """
 
 from __future__ import annotations

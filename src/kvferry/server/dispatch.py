@@ -100,9 +100,9 @@ class Dispatcher:
             raise ProtocolError(f"the server failed in {type(message).__name__}: {type(error).__name__}") from error
 
     def _answer(self, session: Session, message: Request) -> None:
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            raise ProtocolError(f"{type(message).__name__} came after the greeting was over")
+        name, handler = type(message).__name__, self._handlers.get(type(message))
         if isinstance(message, _SINCE_2) and session.greeting.version < 2:
-            raise RequestError("version", f"{type(message).__name__} is not in protocol 1, which this session speaks")
+            raise RequestError("version", f"{name} is not in protocol 1, which this session speaks")
+        if handler is None:
+            raise ProtocolError(f"{name} came after the greeting was over")
         handler(session, message)
