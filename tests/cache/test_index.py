@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvferry.cache import Chunk, ChunkIndex, ChunkState, SlabPool, Space
+from kvferry.cache import ChunkIndex, SlabPool, Space
 
 CHUNK = 65536
 NS = Space("t", b"n" * 32)
@@ -207,84 +203,3 @@ def test_a_key_below_another_parent_is_a_miss() -> None:
     assert found is not None
     assert found.key == a
     assert index.reserve(NS, [b], CHUNK).num_skipped == 1
-
-
-class IndexMachine(RuleBasedStateMachine):
-    """Random prompts over a small alphabet, so that chains branch, against what must always hold."""
-
-    prompts = st.text("ab", min_size=1, max_size=5)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = SlabPool()
-        self.pool.add_area(0, 6 * CHUNK)
-        self.index = ChunkIndex(self.pool)
-        self.writing: list[tuple[Chunk, ...]] = []
-        self.pinned: list[Chunk] = []
-
-    @rule(prompt=prompts, start=st.integers(0, 3))
-    def reserve(self, prompt: str, start: int) -> None:
-        reservation = self.index.reserve(NS, keys(prompt), CHUNK, min(start, len(prompt)))
-        seen = len(reservation.chunks) + reservation.num_present + reservation.num_skipped
-        assert seen == len(prompt) - min(start, len(prompt))
-        if reservation.chunks:
-            self.writing.append(reservation.chunks)
-
-    @rule(pick=st.integers(0, 100), whole=st.booleans())
-    def end_writing(self, pick: int, whole: bool) -> None:
-        if self.writing:
-            chunks = self.writing.pop(pick % len(self.writing))
-            if whole:
-                self.index.commit(chunks)
-            else:
-                self.index.abort(chunks)
-
-    @rule(prompt=prompts, pin=st.booleans())
-    def lookup(self, prompt: str, pin: bool) -> None:
-        last = self.index.lookup(NS, keys(prompt))
-        found = [] if last is None else last.chain()
-        by_key = {chunk.key: chunk for chunk in self.kept() if chunk.state is ChunkState.COMMITTED}
-        there = list(itertools.takewhile(lambda key: key in by_key, keys(prompt)))
-        assert [chunk.key for chunk in found] == there
-        if last is not None and pin:
-            self.index.pin(last)
-            self.pinned.append(last)
-
-    @rule(pick=st.integers(0, 100))
-    def unpin(self, pick: int) -> None:
-        if self.pinned:
-            self.index.unpin(self.pinned.pop(pick % len(self.pinned)))
-
-    @rule()
-    def evict(self) -> None:
-        free = [chunk for chunk in self.kept() if chunk.evictable]
-        oldest = min(free, key=lambda chunk: chunk.last_use, default=None)
-        assert self.index.evict_one() == bool(free)
-        assert oldest is None or oldest.state is ChunkState.GONE
-
-    def kept(self) -> list[Chunk]:
-        return list(self.index._spaces.get(NS, {}).values())
-
-    @invariant()
-    def chains_are_whole_and_slots_are_counted(self) -> None:
-        kept = self.kept()
-        queued = [chunk for _, _, chunk in self.index._queues.share(NS.tenant).leaves]
-        assert len(queued) == len(set(queued))
-        for chunk in kept:
-            assert chunk.state is not ChunkState.GONE
-            assert chunk.parent is None or (chunk.parent in kept and chunk in chunk.parent.children)
-            assert chunk.queued == (chunk in queued)
-            assert chunk.queued or not chunk.evictable
-        orphans = {chunk for chunks in self.writing for chunk in chunks if chunk.state is ChunkState.GONE}
-        assert len(self.index) == len(kept)
-        assert self.pool.used_bytes == (len(kept) + len(orphans)) * CHUNK
-
-    @invariant()
-    def what_is_pinned_is_there(self) -> None:
-        for chunk in self.kept():
-            assert chunk.pins == sum(last is chunk for last in self.pinned)
-        assert all(chunk.visible for last in self.pinned for chunk in last.chain())
-
-
-TestIndexMachine = IndexMachine.TestCase
-TestIndexMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
