@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-
+from kvferry.client.handshake import connect
+from kvferry.client.url import parse_url
 from kvferry.protocol.framing import encode_frame, reply_reader
-from kvferry.protocol.messages import Message, Reply
+from kvferry.protocol.messages import Message, Reply, Stats, StatsReply
 
 
 class Raw:
     """A client that sends what it likes."""
 
-    def __init__(self, path: str, *hello: Message) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    def __init__(self, url: str, *hello: Message) -> None:
+        self.socket = connect(parse_url(url), 5)
         self.socket.settimeout(5)
-        self.socket.connect(path)
         self._reader = reply_reader()
         for message in hello:
             self.send(message)
@@ -29,6 +28,13 @@ class Raw:
                 raise EOFError
             self._reader.feed(data)
         return frame.message
+
+    def stats(self) -> dict[str, float]:
+        """The server's counters."""
+        self.send(Stats(1))
+        reply = self.reply()
+        assert isinstance(reply, StatsReply)
+        return reply.values
 
     def until_end(self) -> list[Reply]:
         """All that comes until the server hangs up."""
