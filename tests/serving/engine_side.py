@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from doubles.fake_cuda import FakeDriver
 from kvferry.client import CacheClient
+from kvferry.client import connection as connection_module
 from kvferry.client.link import Link
 from kvferry.cuda.device import bound
 from kvferry.cuda.driver import set_driver_for_testing
@@ -48,6 +50,40 @@ def link_of(client: CacheClient) -> Link:
     return link
 
 
+class Asking:
+    """A thread that looks up, like the scheduler of an engine that goes on whatever becomes of the server."""
+
+    def __init__(self, client: CacheClient, tokens: Any) -> None:
+        self._client = client
+        self._tokens = tokens
+        self._over = threading.Event()
+        self._counts = {"hits": 0, "misses": 0}
+        self._errors: list[str] = []
+        self._longest_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="asking")
+        self._thread.start()
+
+    def _run(self) -> None:
+        number = 0
+        while not self._over.is_set():
+            number += 1
+            started = time.monotonic()
+            try:
+                found = self._client.lookup(f"asked {number}", self._tokens)
+                self._client.release(found.lease_id)
+            except KVFerryError as error:
+                self._errors.append(f"{type(error).__name__}: {error}")
+            else:
+                self._counts["hits" if found.tokens else "misses"] += 1
+            self._longest_s = max(self._longest_s, time.monotonic() - started)
+            self._over.wait(0.001)
+
+    def stop(self) -> dict[str, Any]:
+        self._over.set()
+        self._thread.join(30)
+        return {**self._counts, "errors": self._errors[:3], "longest_s": self._longest_s}
+
+
 class EngineSide:
     """One rank. `heads` scales the bytes of a block: 2 layers x (K, V) x 16 tokens x heads x 8 x 4 bytes.
 
@@ -55,12 +91,19 @@ class EngineSide:
     """
 
     def __init__(
-        self, url: str, num_blocks: int = 64, heads: int = 8, *, block_size: int = BLOCK_SIZE, device: str = "cpu"
+        self,
+        url: str,
+        num_blocks: int = 64,
+        heads: int = 8,
+        *,
+        block_size: int = BLOCK_SIZE,
+        device: str = "cpu",
+        token: str | None = None,
     ) -> None:
         self.device = device
         shape = (2, 2, num_blocks, block_size, heads, 8)
         cache = double_memory(shape) if device == "double" else torch.zeros(shape, device=device)
-        self.client = CacheClient(url)
+        self.client = CacheClient(url, token=token)
         self.layers = list(cache.unbind(0))
         self.jobs: list[Any] = []
         self.forked: list[int] = []
@@ -164,6 +207,25 @@ class EngineSide:
         started = time.perf_counter()
         self.client.ping()
         return {"ms": (time.perf_counter() - started) * 1e3}
+
+    def connected(self) -> dict[str, Any]:
+        return {"connected": self.client.connected, "incarnation": self.client.incarnation.hex()}
+
+    def hang_up(self) -> None:
+        """Lose the connection to a server that lives, as by a mistake in the protocol."""
+        link_of(self.client)._hang_up("lost by the test")
+
+    def impatient(self) -> None:
+        """Try to connect again at short intervals, however short the connections are."""
+        connection_module.LAST_PAUSE_S = connection_module.FIRST_PAUSE_S
+
+    def keep_asking(self, seed: int, num_tokens: int) -> None:
+        """Have a thread look up, and release, all the time; until `stop_asking`."""
+        self._asking = Asking(self.client, prompt(seed, num_tokens))
+
+    def stop_asking(self) -> dict[str, Any]:
+        """How often the thread found something and nothing, and what was raised."""
+        return self._asking.stop()
 
     def fork(self) -> dict[str, Any]:
         """Leave a forked child that holds the connection open, as a library that forks late would."""

@@ -25,6 +25,25 @@ OnEnd = Callable[[Link], None]
 Dial = Callable[[float, OnEnd], Link]
 
 
+class _Pauses:
+    """How long to wait before the next attempt: longer and longer, and little again after a link that lasted."""
+
+    def __init__(self) -> None:
+        self._pause_s = FIRST_PAUSE_S
+        self._connected_at = 0.0
+
+    def next_s(self) -> float:
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * 2, LAST_PAUSE_S)
+        return pause_s * random.uniform(0.5, 1.0)  # for many clients lose their server in the same moment
+
+    def connected(self) -> None:
+        self._connected_at = time.monotonic()
+
+    def lost(self) -> None:
+        if time.monotonic() - self._connected_at > self._pause_s:
+            self._pause_s = FIRST_PAUSE_S
+
+
 class Connection:
     """Connected, cut off, or closed. Any thread may call; of no use in a forked child.
 
@@ -43,7 +62,8 @@ class Connection:
         self._attempt: Link | None = None
         self._former: list[Link] = []  # ended, and the server may still copy
         self._thread: threading.Thread | None = None
-        self._why: KVFerryError | None = None
+        self._why = ""
+        self._pauses = _Pauses()
         self._closing = threading.Event()
         self._dropped = self._forked = False
         self.incarnation = b""
@@ -53,8 +73,8 @@ class Connection:
         except KVFerryError as error:
             if required:
                 raise
-            _LOG.warning("%s; going on without, and trying again", error)
-            self._why = error
+            self._why = str(error)
+            _LOG.warning("%s; going on without, and trying again", self._why)
             with self._lock:
                 self._start_thread()
 
@@ -85,8 +105,8 @@ class Connection:
     def gone(self) -> ServerGoneError:
         """Why there is no link now."""
         link = self._link
-        why = (link.gone if link is not None else None) or self._why
-        return ServerGoneError(f"{why}; trying to connect again")
+        why = self._why if link is None or link.usable else link.gone()
+        return ServerGoneError(f"{why or 'the server was gone'}; trying to connect again")
 
     @contextlib.contextmanager
     def exclusive(self, *, interrupt: bool) -> Iterator[Link | None]:
@@ -155,9 +175,10 @@ class Connection:
             if link is not self._link:  # an attempt
                 return
             self._former.append(link)
-            self._link, self._why = None, link.gone
+            self._link, self._why = None, str(link.gone())  # no error: that would hold on to where it was raised
             if self._closing.is_set() or self._dropped:
                 return
+            self._pauses.lost()
             self._start_thread()
         _LOG.warning("%s; going on without, and trying again", self._why)
 
@@ -178,18 +199,16 @@ class Connection:
 
     def _reconnect(self) -> None:
         """The thread: until there is a link again, or nobody wants one."""
-        pause_s = FIRST_PAUSE_S
         told: set[str] = set()
-        while not self._closing.wait(pause_s * random.uniform(0.5, 1.0)) and not self._dropped:
-            pause_s = min(pause_s * 2, LAST_PAUSE_S)
+        while not self._closing.wait(self._pauses.next_s()) and not self._dropped:
             try:
                 self._connect(min(self._timeout_s, _GREETING_S))
             except ServerGoneError as error:
-                self._why = error
+                self._why = str(error)
             except Exception as error:  # noqa: BLE001 - whatever it is, the next attempt may go well
-                self._why = error if isinstance(error, KVFerryError) else KVFerryError(repr(error))
-                if str(error) not in told and len(told) < _MAX_TOLD:
-                    told.add(str(error))
+                self._why = str(error) if isinstance(error, KVFerryError) else repr(error)
+                if self._why not in told and len(told) < _MAX_TOLD:
+                    told.add(self._why)
                     _LOG.warning("connecting again failed: %s; trying again", self._why)
             else:
                 return
@@ -219,9 +238,10 @@ class Connection:
     def _publish(self, link: Link) -> None:
         """Needs the lock."""
         if self._closing.is_set() or self._dropped or not link.usable:
-            raise link.gone or ServerGoneError("this client was closed")
+            raise link.gone()
         reconnected = self._thread is not None
-        self._link, self._thread, self._why = link, None, None
+        self._link, self._thread, self._why = link, None, ""
+        self._pauses.connected()
         self.incarnation = link.greeting.incarnation
         if reconnected:
             _LOG.info("connected again")

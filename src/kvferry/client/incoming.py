@@ -28,7 +28,7 @@ class Incoming:
     """
 
     def __init__(
-        self, sock: socket.socket, *, deliver: Callable[[Reply], None], hang_up: Callable[[str], object]
+        self, sock: socket.socket, *, deliver: Callable[[Reply], None], hang_up: Callable[[str], None]
     ) -> None:
         self.turn = threading.Lock()
         self.heard = Heard.SOME

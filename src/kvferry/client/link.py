@@ -50,7 +50,7 @@ class Link:
     ) -> None:
         self._address = address
         self._on_end = on_end
-        self._gone: ServerGoneError | None = None
+        self._ended = ""  # why nothing more can be said
         self._forked = self._dropped = False
         self._sent_at = time.monotonic()
         self._waiting = Waiting()
@@ -78,12 +78,11 @@ class Link:
     @property
     def usable(self) -> bool:
         """Whether calls can still be made."""
-        return not self._forked and self._gone is None
+        return not self._forked and not self._ended
 
-    @property
-    def gone(self) -> ServerGoneError | None:
-        """Why calls can no longer be made."""
-        return self._gone
+    def gone(self) -> ServerGoneError:
+        """What calls raise that can no longer be made."""
+        return ServerGoneError(self._ended)
 
     @contextlib.contextmanager
     def conversation(self) -> Iterator[Conversation]:
@@ -135,7 +134,8 @@ class Link:
             self._hang_up("a frame could not be sent in time")
             raise
         except OSError as error:
-            raise self._gone or ServerGoneError(f"the server at {self._address} went away: {error}") from error
+            text = self._ended or f"the server at {self._address} went away: {error}"
+            raise ServerGoneError(text) from error
         finally:
             self._send_lock.release()
 
@@ -145,7 +145,7 @@ class Link:
             return
         try:
             poller = select.poll()
-            while answers.empty() and self._gone is None and (left := deadline - time.monotonic()) > 0:
+            while answers.empty() and not self._ended and (left := deadline - time.monotonic()) > 0:
                 poller.register(self._socket, select.POLLIN)
                 poller.register(self._wake_fd, select.POLLIN)
                 poller.poll(left * 1e3)
@@ -191,18 +191,17 @@ class Link:
     def _check(self) -> None:
         if self._forked:
             raise ServerGoneError("this client belongs to the parent process; make a new one in the forked child")
-        if self._gone is not None:
-            raise self._gone
+        if self._ended:
+            raise self.gone()
 
-    def _hang_up(self, why: str) -> ServerGoneError:
-        """Say nothing more; the server may still have something to say. Why the link ended."""
-        gone = self._gone = self._gone or ServerGoneError(f"no connection to the server at {self._address}: {why}")
+    def _hang_up(self, why: str) -> None:
+        """Say nothing more; the server may still have something to say."""
+        self._ended = self._ended or f"no connection to the server at {self._address}: {why}"
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         with self._fd_lock:
             if self._socket.fileno() >= 0:
                 os.eventfd_write(self._wake_fd, 1)
-        return gone
 
     def _run(self) -> None:
         """The reader's thread: whatever happens in it, the link ends and everybody who waits is told."""
@@ -211,14 +210,14 @@ class Link:
         except Exception as error:  # noqa: BLE001 - whatever it is, the jobs must end
             self._hang_up(f"reading failed: {error!r}")
         finally:
-            gone = self._gone or self._hang_up("the reader was stopped")
+            self._hang_up("the reader was stopped")
             try:
-                left = self._waiting.fail(gone, jobs_too=False)
+                left = self._waiting.fail(self.gone, jobs_too=False)
                 self._on_end(self)
                 if left:
                     self._wait_for_copies_to_stop()
             finally:
-                self._waiting.fail(gone, jobs_too=True)
+                self._waiting.fail(self.gone, jobs_too=True)
                 with self._incoming.turn, self._send_lock, self._fd_lock:
                     self._close_fds()
 
@@ -229,7 +228,7 @@ class Link:
         self._server.watch(poller)
         heartbeat_s = self.greeting.heartbeat_s
         idle_s = min(_IDLE_S, heartbeat_s / 4) if heartbeat_s > 0 else _IDLE_S
-        while self._gone is None:
+        while not self._ended:
             if self._dropped:
                 self._hang_up("the client was dropped")
                 return

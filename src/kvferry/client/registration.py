@@ -45,6 +45,8 @@ class RankName:
     def __post_init__(self) -> None:
         check_name("engine_id", self.engine_id)
         check_name("model", self.model)
+        if not 0 <= self.rank < self.world_size < 1 << 31:
+            raise ValueError(f"rank {self.rank} of world size {self.world_size}; ranks start at 0")
 
 
 def check_name(what: str, name: str) -> None:
@@ -68,7 +70,7 @@ class Registration:
         """Takes the storages, and closes them on error. `remote`: no descriptor can be passed to the server."""
         with contextlib.ExitStack() as undo:
             undo.callback(storages.close)
-            device = storages.device.index if storages.device.type == "cuda" else None
+            device = storages.wrappers[0].device_ordinal
             ring = make_event_ring(device, isolated_ipc or remote, in_device_memory=remote)
             registration = cls(name, storages, ring)
             undo.pop_all()

@@ -25,7 +25,7 @@ class Waiting:
         self._lock = threading.Lock()  # never held while an answer is given
         self._talks: dict[int, OnAnswer] = {}
         self._jobs: dict[int, OnAnswer] = {}
-        self._ended: KVFerryError | None = None
+        self._ended: Callable[[], KVFerryError] | None = None
         self._seqs = itertools.count(1)
 
     def next_seq(self) -> int:
@@ -63,8 +63,11 @@ class Waiting:
             with self._lock:
                 self._jobs.pop(seq, None)
 
-    def fail(self, error: KVFerryError, *, jobs_too: bool) -> bool:
-        """The connection has ended: tell all talks, the jobs only with `jobs_too`. Whether any are left."""
+    def fail(self, error: Callable[[], KVFerryError], *, jobs_too: bool) -> bool:
+        """The connection has ended: tell all talks, the jobs only with `jobs_too`. Whether any are left.
+
+        Each is given an error of its own: one that is raised holds on to where that was.
+        """
         with self._lock:
             self._ended = error
             failed = list(self._talks.values())
@@ -74,11 +77,11 @@ class Waiting:
             left = bool(self._jobs)
         for on_answer in failed:
             try:
-                on_answer(error)
+                on_answer(error())
             except Exception:  # noqa: BLE001 - the others are told all the same
                 _LOG.exception("an answer could not be delivered")
         return left
 
     def _check(self) -> None:
         if self._ended is not None:
-            raise self._ended
+            raise self._ended()
