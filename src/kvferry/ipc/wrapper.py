@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 
+from kvferry.cuda.device import ordinal_of
 from kvferry.errors import ShareError, UnsupportedMemoryError
 from kvferry.ipc.descriptor import DTYPES, WrapperDescriptor
 
@@ -124,6 +125,11 @@ class DeviceIPCWrapper(ABC):
     @property
     def storage_offset(self) -> int:
         return self._descriptor.storage_offset
+
+    @property
+    def device_ordinal(self) -> int | None:
+        """The device's number in this process; None for the host. Raises UnknownDeviceError where it is not visible."""
+        return ordinal_of(self.device_uuid) if self.device_uuid else None
 
     @property
     def device_uuid(self) -> str:
