@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvferry.cache import BytePool, Chunk, ChunkIndex, Reservation, Space
 from kvferry.cache.tiers import ChunkName
@@ -46,13 +45,12 @@ class DiskSide:
     is being deleted is not written before that has ended, and nothing is before the scan has (`can_write`).
     """
 
-    def __init__(self, queue: TierQueue, limit_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, queue: TierQueue, limit_bytes: int) -> None:
         self.queue = queue
         self.pool = FilePool(limit_bytes, self._on_free)
         self.index = ChunkIndex(self.pool)
         self._limit_bytes = limit_bytes
-        self._clock = clock
-        self._chunks: dict[int, Chunk] = {}  # by the pool's number
+        self._chunks: dict[int, Chunk] = {}  # by the pool's number; that have a file, or may get one
         self._freed: list[Chunk] = []  # whose files are still there
         self._deleting: dict[ChunkName, int] = {}  # with its file's bytes
         self._unwritten_bytes = 0
@@ -109,8 +107,9 @@ class DiskSide:
         self._delete_freed()
 
     def abort(self, chunk: Chunk) -> None:
-        """Its file was not written."""
+        """Its file was not written; there is none."""
         self._unwritten_bytes -= file_bytes(chunk.nbytes)
+        del self._chunks[chunk.offset]
         self.index.abort([chunk])
         self._delete_freed()
 
@@ -140,6 +139,7 @@ class DiskSide:
         if self.queue.usable:
             self._delete_freed()
             if now >= self._measure_at:
+                self._measure_at = now + _MEASURE_S
                 self.measure()
 
     def measure(self) -> None:
@@ -186,7 +186,9 @@ class DiskSide:
             self._freed.append(Chunk(space, meta.name.key, None, 0, meta.nbytes))
 
     def _on_free(self, number: int) -> None:
-        self._freed.append(self._chunks.pop(number))
+        chunk = self._chunks.pop(number, None)
+        if chunk is not None:
+            self._freed.append(chunk)
 
     def _delete_freed(self) -> None:
         """Delete the files of chunks that are in the index no more."""
@@ -209,7 +211,6 @@ class DiskSide:
 
     def _on_measured(self, done: TierDone) -> None:
         self._measuring = False
-        self._measure_at = self._clock() + _MEASURE_S
         if done.outcome is Outcome.DONE and not self.scanning:
             leaving = sum(self._deleting.values()) + sum(file_bytes(chunk.nbytes) for chunk in self._freed)
             room = self.pool.used_bytes - self._unwritten_bytes + leaving + done.value

@@ -66,19 +66,18 @@ class TierQueue:
     """Belongs to the loop thread. Every task's `on_end` is called once, there.
 
     A tier that cannot be reached several times in a row, or does not answer at all, is left alone for a while: what is
-    queued then ends as withdrawn, and its owners ask `usable` before they submit more.
+    queued then ends as withdrawn, and its owners ask `usable` before they submit more. Time is that of the last `tick`.
     """
 
-    def __init__(self, threads: TierThreads, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, threads: TierThreads) -> None:
         self.name = threads.tier.name
         self.counters = TierCounters()
         self._threads = threads
-        self._clock = clock
         self._ids = itertools.count(1)
         self._tasks: dict[int, tuple[TierTask, OnEnd]] = {}
         self._num_failures = 0
-        self._paused_until = 0.0
-        self._moved_at = clock()
+        self._now = self._moved_at = time.monotonic()
+        self._paused_until: float | None = None
         self._stuck = False
 
     def __len__(self) -> int:
@@ -87,7 +86,7 @@ class TierQueue:
     @property
     def usable(self) -> bool:
         """Whether the tier is worth asking at present."""
-        return not self._stuck and self._clock() >= self._paused_until
+        return not self._stuck and self._paused_until is None
 
     def write(self, chunk: Chunk, offset: int, on_end: OnEnd) -> None:
         """Keep what lies at `offset` of the memory as `chunk`."""
@@ -120,17 +119,20 @@ class TierQueue:
     def on_done(self, done: TierDone) -> None:
         """A task has ended in the tier's threads."""
         task, on_end = self._tasks.pop(done.task_id)
-        self._moved_at = self._clock()
+        self._moved_at = self._now
         self._stuck = False
         self._count(task, done)
         if done.outcome is Outcome.UNAVAILABLE:
             self._count_failure(done)
-        else:
+        elif isinstance(task, (WriteChunk, ReadChunk, FindChunks)):  # the rest may work where these do not
             self._num_failures = 0
         on_end(done)
 
     def tick(self, now: float) -> None:
-        """Give up on what waits for threads that do not come back."""
+        """Try a paused tier again, if it is time to; give up on what waits for threads that do not come back."""
+        self._now = now
+        if self._paused_until is not None and now >= self._paused_until:
+            self._paused_until = None
         if not self._tasks:
             self._moved_at = now
         elif now - self._moved_at > _STUCK_S and not self._stuck:
@@ -145,7 +147,7 @@ class TierQueue:
 
     def _submit(self, task: AnsweredTask, on_end: OnEnd) -> None:
         if not self._tasks:
-            self._moved_at = self._clock()
+            self._moved_at = self._now
         self._tasks[task.task_id] = (task, on_end)
         self._threads.submit(task)
 
@@ -169,7 +171,7 @@ class TierQueue:
             _LOG.warning("the %s tier failed: %s", self.name, done.text)
         if self._num_failures >= _FAILURES_TO_PAUSE and self.usable:
             _LOG.error("the %s tier is left alone for %g s: %s", self.name, _PAUSE_S, done.text)
-            self._paused_until = self._clock() + _PAUSE_S
+            self._paused_until = self._now + _PAUSE_S
             self._withdraw()
 
     def _withdraw(self) -> None:

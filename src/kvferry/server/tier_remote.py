@@ -24,9 +24,9 @@ class RemoteSide:
     What waits to be written there may hold up to `share` of the memory's `pool`.
     """
 
-    def __init__(self, queue: TierQueue, pool: Pool, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, queue: TierQueue, pool: Pool, share: float) -> None:
         self.queue = queue
-        self._clock = clock
+        self._now = time.monotonic()
         self._pool = pool
         self._share = share
         self._backlog_bytes = 0
@@ -43,9 +43,8 @@ class RemoteSide:
     def may_have(self, names: Sequence[ChunkName]) -> Sequence[ChunkName]:
         """Those of `names`, from the first on, that are worth asking for."""
         count = 0
-        now = self._clock()
         for name in names:
-            if self._is_deleting(name) or self._misses.get(name, now) > now:
+            if self._is_deleting(name) or self._misses.get(name, self._now) > self._now:
                 break
             count += 1
         return names[:count]
@@ -79,7 +78,7 @@ class RemoteSide:
     def miss(self, name: ChunkName) -> None:
         """It is not there (any more): do not ask again for a while."""
         self._known.pop(name, None)
-        self._misses[name] = self._clock() + _MISS_S
+        self._misses[name] = self._now + _MISS_S
         self._misses.move_to_end(name)
         while len(self._misses) > _MAX_MISSES:
             self._misses.popitem(last=False)
@@ -98,8 +97,9 @@ class RemoteSide:
             del self._known[name]
         self._begin((namespace,), functools.partial(self.queue.delete_namespace, namespace))
 
-    def tick(self) -> None:
+    def tick(self, now: float) -> None:
         """Go on with deletions that could not be done."""
+        self._now = now
         if self.queue.usable:
             again, self._undeleted = self._undeleted, []
             for begin in again:

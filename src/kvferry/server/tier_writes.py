@@ -54,6 +54,7 @@ class Writes:
 
     def add(self, shown: Sequence[Chunk]) -> None:
         """Take in dirty chunks that have just become visible, parents first."""
+        self._memory.clean(chunk for chunk in shown if self._is_below(chunk))
         parents = {chunk.parent for chunk in shown}
         self._waiting.update((chunk, None) for chunk in shown if chunk not in parents)
         if len(self._waiting) > 2 * len(self._memory.dirty) + _SLACK:  # most were forgotten, or written
@@ -83,6 +84,11 @@ class Writes:
             end = _visible_end(last)
             if end is not None and not self._begin(end.chain()):
                 self._waiting[end] = None
+
+    def _is_below(self, chunk: Chunk) -> bool:
+        """Whether all tiers have it, since it was in memory before."""
+        below = self._disk is None or self._disk.find(chunk.space, chunk.key) is not None
+        return below and (self._remote is None or self._remote.has(name_of(chunk)))
 
     def _begin(self, chain: Sequence[Chunk]) -> bool:
         """Write what the tiers lack of a chain; whether that could be begun, or need not be."""

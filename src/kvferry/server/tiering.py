@@ -81,7 +81,11 @@ class LowerTiers:
 
         A chunk has `nbytes`. None where there is nothing more to come.
         """
-        return self._fetches.begin(space, keys, have, nbytes) if self.exist and have < len(keys) else None
+        if not self.exist or have >= len(keys):
+            return None
+        fetch = self._fetches.begin(space, keys, have, nbytes)
+        self._go_on()  # there may have been no room for what is dirty
+        return fetch
 
     def clear(self, space: Space, keys: Sequence[bytes] = (), start: int = 0) -> None:
         """Forget the chain `keys` from position `start` on, and all that hangs from it; with no keys, all of the space.
@@ -101,13 +105,13 @@ class LowerTiers:
         return {TierDone: self._on_done, TierScanned: self._on_scanned}
 
     def tick(self, now: float) -> None:
-        """To be called every second or so."""
+        """To be called every second at least: that is how time passes here."""
         for queue in self._queues.values():
             queue.tick(now)
         if self._disk is not None:
             self._disk.tick(now)
         if self._remote is not None:
-            self._remote.tick()
+            self._remote.tick(now)
         self._go_on()
 
     def flush(self) -> None:

@@ -1,0 +1,192 @@
+"""What is on disk after a restart is found again, as far as it is of use; and nothing that was kept is ever lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from doubles.memory_tier import MemoryTier
+from kvferry.errors import TierUnavailableError
+from kvferry.server.tier_disk import file_bytes
+from tier_bench import CHUNK, SPACE, TierBench, keys, name
+
+Make = Callable[..., TierBench]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes benches, and closes them."""
+    made: list[TierBench] = []
+
+    def make_one(num_chunks: int = 16, **arguments: object) -> TierBench:
+        bench = TierBench(num_chunks, **arguments)  # type: ignore[arg-type]
+        made.append(bench)
+        return bench
+
+    yield make_one
+    for bench in made:
+        bench.close()
+
+
+def filled(make: Make, *prompts: str) -> MemoryTier:
+    """A disk that has these prompts, stored in this order."""
+    disk = MemoryTier()
+    bench = make(disk=disk)
+    for prompt in prompts:
+        bench.store(prompt)
+    bench.settle()
+    return disk
+
+
+def restarted(make: Make, disk: MemoryTier, **arguments: object) -> TierBench:
+    """Another server on the same disk, that has not looked at it yet."""
+    again = MemoryTier()
+    again.chunks = disk.chunks
+    again.stop("scan")
+    return make(disk=again, **arguments)
+
+
+def go_on(bench: TierBench) -> None:
+    assert bench.disk is not None
+    bench.disk.let_go()
+    bench.settle()
+
+
+def test_what_was_stored_is_found_again(make: Make) -> None:
+    bench = restarted(make, filled(make, "abc", "xy"))
+    assert bench.load("abc") == 0
+    go_on(bench)
+    assert (bench.load("abc"), bench.load("xyz")) == (3, 2)
+    assert bench.values()["disk_used_bytes"] == 5 * file_bytes(CHUNK)
+
+
+def test_what_is_stored_meanwhile_waits_for_the_scan_and_is_written_only_if_it_is_new(make: Make) -> None:
+    bench = restarted(make, filled(make, "abc"))
+    bench.store("abcd")
+    assert len(bench.index.dirty) == 4
+    go_on(bench)
+    assert not bench.index.dirty
+    assert bench.values()["disk_chunks_written"] == 1
+    assert bench.values()["disk_chunks"] == 4
+
+
+def test_what_has_no_parent_any_more_is_removed(make: Make) -> None:
+    disk = filled(make, "abcd", "xy")
+    del disk.chunks[name("ab")]
+    bench = restarted(make, disk)
+    go_on(bench)
+    assert set(disk.chunks) == {name("a"), name("x"), name("xy")}
+    assert bench.values()["disk_chunks"] == 3
+
+
+def test_a_disk_that_may_hold_less_now_keeps_what_was_used_last(make: Make) -> None:
+    disk = filled(make, "ab", "xy")
+    disk.mtimes = {name("a"): 5, name("ab"): 6, name("x"): 1, name("xy"): 2**63}  # a clock that jumped
+    bench = restarted(make, disk, disk_bytes=3 * file_bytes(CHUNK))
+    assert bench.disk is not None
+    bench.disk.mtimes = disk.mtimes
+    go_on(bench)
+    assert set(disk.chunks) == {name("a"), name("x"), name("xy")}
+
+
+def test_what_is_cleared_before_it_was_found_is_not_found(make: Make) -> None:
+    disk = filled(make, "abc", "xyz")
+    bench = restarted(make, disk)
+    bench.tiers.clear(SPACE, keys("abc"), 1)
+    go_on(bench)
+    assert set(disk.chunks) == {name("a"), name("x"), name("xy"), name("xyz")}
+    bench = restarted(make, disk)
+    bench.tiers.clear(SPACE)
+    bench.store("a")
+    go_on(bench)
+    assert set(disk.chunks) == {name("a")}
+
+
+def test_a_disk_that_cannot_be_listed_is_used_all_the_same(make: Make) -> None:
+    disk = MemoryTier()
+    disk.failures["scan"] = TierUnavailableError("no")
+    bench = make(disk=disk)
+    bench.store("ab")
+    bench.settle()
+    assert set(disk.chunks) == {name("a"), name("ab")}
+
+
+def test_what_could_not_be_deleted_is_deleted_later(make: Make) -> None:
+    bench = make(disk=MemoryTier(), disk_bytes=2 * file_bytes(CHUNK))
+    assert bench.disk is not None
+    bench.settle()
+    bench.store("ab")
+    bench.settle()
+    bench.disk.failures["delete"] = TierUnavailableError("no")
+    bench.store("x")
+    bench.settle()
+    assert set(bench.disk.chunks) == {name("a"), name("ab"), name("x")}
+    bench.disk.failures.clear()
+    bench.tick(11)
+    bench.settle()
+    assert set(bench.disk.chunks) == {name("a"), name("x")}
+
+
+def test_a_name_is_not_written_while_it_is_deleted(make: Make) -> None:
+    bench = make(disk=MemoryTier(num_threads=4), disk_bytes=2 * file_bytes(CHUNK))
+    assert bench.disk is not None
+    bench.settle()
+    bench.store("ab")
+    bench.settle()
+    bench.disk.stop("delete")
+    bench.store("x")
+    bench.until(lambda: bench.values()["disk_queue"] == 1)  # only the deletion of "ab"
+    bench.index.discard(bench.chunks("ab")[-1])
+    bench.store("ab")
+    assert [chunk.key for chunk in bench.index.dirty] == [keys("ab")[-1]]
+    bench.store("a")
+    assert bench.values()["disk_queue"] == 1
+    bench.disk.let_go()
+    bench.settle()
+    assert set(bench.disk.chunks) == {name("a"), name("ab")}
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_that_was_stored_and_still_fits_is_lost(make: Make, seed: int, *, write_back: bool) -> None:
+    """Small memory over a disk for all of a tree of prompts; stores, loads, restarts, in any order."""
+    choose = random.Random(seed)
+    prompts = ["".join(choose.choices("ab", k=choose.randint(1, 6))) for _ in range(40)]
+    disk = MemoryTier(num_threads=3)
+    bench = make(6, disk=disk, write_back=write_back)
+    stored: set[str] = set()
+    num_stored = num_loaded = 0
+    for step in range(250):
+        prompt = choose.choice(prompts)
+        action = choose.random()
+        if action < 0.45:
+            count = bench.store(prompt)
+            stored.update(prompt[: end + 1] for end in range(count))
+            num_stored += count
+        elif action < 0.9:
+            known = next((end for end in range(len(prompt)) if prompt[: end + 1] not in stored), len(prompt))
+            while bench.have(prompt) < known:  # as much at a time as there is room beside what is not written yet
+                before = bench.have(prompt)
+                if bench.load(prompt) <= before:
+                    assert bench.busy, (step, prompt, before, known)
+                    bench.step()
+            num_loaded += bench.check(prompt)
+            last = bench.chunks(prompt)[-1:]
+            for chunk in last:
+                bench.tiers.on_used(chunk)
+        elif action < 0.97:
+            bench.tick()
+        else:
+            bench.tiers.flush()
+            bench.settle()
+            bench.close()
+            again = MemoryTier(num_threads=3)
+            again.chunks = disk.chunks
+            disk = again
+            bench = make(6, disk=disk, write_back=write_back)
+    values = bench.values()
+    assert values["disk_missing"] == values["disk_writes_failed"] == values["disk_writes_skipped"] == 0
+    assert num_stored > 50
+    assert num_loaded > 50
