@@ -111,7 +111,7 @@ class DiskHome:
                 )
             if self._lock_fd is not None and not self._is_locked(self._lock_fd):
                 self._open()
-            os.makedirs(os.path.join(self.folder, _WRITING), FOLDER_MODE, exist_ok=True)
+            self._make_folders()
         except OSError as error:
             raise TierUnavailableError(f"{self.folder} has gone, and cannot be made anew: {error}") from error
         finally:
@@ -125,7 +125,7 @@ class DiskHome:
 
     def _open(self) -> None:
         """Make the folders and take the lock."""
-        os.makedirs(os.path.join(self.folder, _WRITING), FOLDER_MODE, exist_ok=True)
+        self._make_folders()
         fd = os.open(os.path.join(self.folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -145,6 +145,15 @@ class DiskHome:
             raise
         self.close()
         self._lock_fd = fd
+
+    def _make_folders(self) -> None:
+        """Make what is not there. A folder that others may write to is not ours: they could forge chunks."""
+        for folder in (self.folder, os.path.join(self.folder, _WRITING)):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, FOLDER_MODE)
+            status = os.stat(folder, follow_symlinks=False)
+            if status.st_mode & 0o022 or os.geteuid() not in (0, status.st_uid):
+                raise OSError(errno.EPERM, f"owned by uid {status.st_uid} with mode {status.st_mode:o}", folder)
 
     def _is_locked(self, fd: int) -> bool:
         """Whether the lock file is still the one that is open here."""

@@ -42,6 +42,7 @@ _CAUSES = (
     (re.compile(r"kind: Connect,"), "no connection"),
     (re.compile(r"Missing(AccessKeyId|SecretAccessKey)"), "access_key_id and secret_access_key belong together"),
     (re.compile(r"failed to parse"), "a value is not of its kind"),
+    (re.compile(r"error sending request"), "the connection broke, or what answered is no store"),
     (re.compile(r"request or response body error|NoContentRange"), "the answer broke off"),
 )
 _NUM_RETRIES = 2
@@ -98,19 +99,17 @@ def open_store(url: RemoteUrl, options: Mapping[str, str], timeout_s: float) -> 
         return Opened(store.S3Store(url.bucket, prefix=url.prefix or None, **arguments), BaseError)
     except (BaseError, OSError, ValueError) as error:
         names = f" with the options {', '.join(sorted(options))}" if options else ""
-        raise TierError(f"{url} cannot be opened{names}: {cause_of(error)}") from None
+        raise TierError(f"{url} cannot be opened{names}: {cause_of(error, url)}") from None
 
 
 def unavailable(error: Exception, url: RemoteUrl, what: str) -> TierError:
     """What a failed call of a store becomes: no room, or not to be reached; the text is safe to be logged."""
-    text = str(error)
-    number = _ERRNO.search(text) if url.scheme == "file" else None
-    status = _STATUS.search(text)
-    full = (number is not None and int(number[1]) in _FULL) or (status is not None and status[1].startswith("507"))
-    return (TierFullError if full else TierUnavailableError)(f"{what} at {url} failed: {cause_of(error)}")
+    number, status = _errno_of(error, url), _STATUS.search(str(error))
+    full = number in _FULL or (status is not None and status[1].startswith("507"))
+    return (TierFullError if full else TierUnavailableError)(f"{what} at {url} failed: {cause_of(error, url)}")
 
 
-def cause_of(error: Exception) -> str:
+def cause_of(error: Exception, url: RemoteUrl) -> str:
     """What can be said of an error of obstore's: codes that are in its text, and nothing else of it.
 
     The text may hold a request's headers, a server's whole answer, and what that repeats of the request.
@@ -119,9 +118,15 @@ def cause_of(error: Exception) -> str:
     parts = [f"status {match[1].strip()}" for match in [_STATUS.search(text)] if match]
     parts += [match[1] for match in [_CODE.search(text)] if match]
     parts += [f"there is no {match[1]}" for match in [_KEY.search(text)] if match]
-    parts += [os.strerror(int(match[1])) for match in [_ERRNO.search(text)] if match]
+    parts += [os.strerror(number) for number in [_errno_of(error, url)] if number]
     parts += [cause for pattern, cause in _CAUSES if pattern.search(text)][:1]
     return ", ".join(parts) or f"{type(error).__name__}, what came or was asked for cannot be used"
+
+
+def _errno_of(error: Exception, url: RemoteUrl) -> int | None:
+    """The operating system's number for an error of a folder. What a server wrote may only look like one."""
+    match = _ERRNO.search(str(error)) if url.scheme == "file" else None
+    return int(match[1]) if match else None
 
 
 def _arguments(options: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
