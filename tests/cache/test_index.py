@@ -82,6 +82,18 @@ def test_using_a_part_of_a_chain_keeps_that_part() -> None:
     assert (hit(index, "abcd"), hit(index, "xy")) == (2, 1)
 
 
+def test_a_leaf_that_goes_hands_its_time_on_to_its_parent() -> None:
+    index = make_index(6)
+    fill(index, "ab")
+    old = index.reserve(NS, keys("x"), CHUNK).chunks
+    index.commit(old, dirty=True)  # it may not go, though it is older
+    assert use(index, "ab") == 2
+    assert index.evict_one()
+    index.clean(old)
+    assert index.evict_one()
+    assert (hit(index, "a"), hit(index, "x")) == (1, 0)
+
+
 def test_branches_keep_their_common_root() -> None:
     index = make_index(5)
     fill(index, "abc")

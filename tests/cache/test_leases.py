@@ -111,3 +111,63 @@ def test_a_session_takes_its_leases_with_it() -> None:
     assert table.release_owner("s") == 1
     assert pins(index) == [1, 1]
     assert len(table) == 1
+
+
+def test_a_cut_promise_is_shorter_for_every_rank() -> None:
+    index, table = make_table()
+    lease_id = grant(index, table, "r1")
+    table.cut(lease_id, 2)
+    table.cut(lease_id, 3)  # it is shorter already
+    lease = table.get(lease_id)
+    assert lease is not None
+    assert (lease.num_promised, lease.num_chunks) == (4, 2)
+    assert [share.depth for share in lease.shares.values() if share is not None] == [2, 2]
+    assert pins(index) == [0, 0]
+    assert [last(index, space, 2).pins for space in RANKS] == [1, 1]
+    table.take(lease_id, 0)
+    table.cut(lease_id, 0)
+    assert lease.shares == {1: None}
+    table.release(lease_id)
+    assert [index.evict_one() for _ in range(9)] == [True] * 8 + [False]
+
+
+def test_a_lost_chunk_cuts_all_its_promises_and_gives_its_place_back() -> None:
+    index, table = make_table()
+    long, short = grant(index, table, "r1"), grant(index, table, "r2", 2)
+    lost = last(index, RANKS[1], 3)
+    assert index.discard(lost) == 2
+    assert len(index) == 6
+    assert table.lose(lost) == 1
+    found = [table.get(lease_id) for lease_id in (long, short)]
+    assert [lease.num_chunks for lease in found if lease is not None] == [2, 2]
+    assert [lease.num_promised for lease in found if lease is not None] == [4, 2]
+    assert last(index, RANKS[0], 2).pins == 2
+    assert table.lose(lost) == 0
+    table.release(long)
+    table.release(short)
+    fresh = index.reserve(RANKS[1], KEYS, CHUNK)
+    assert (fresh.first, len(fresh.chunks)) == (2, 2)  # in what the lost ones had, so nothing else had to go
+    assert index.counters.evicted == 0
+
+
+def test_a_promise_of_what_was_forgotten_can_be_cut_still() -> None:
+    index, table = make_table()
+    lease = grant(index, table, "r1")
+    for space in RANKS:
+        root = index.find(space, KEYS[0])
+        assert root is not None
+        index.discard(root)
+    table.cut(lease, 1)
+    skipped = [index.reserve(space, KEYS, CHUNK).num_skipped for space in RANKS]
+    assert skipped == [0, 2]  # six slots are free, and one is held for each rank
+    table.release(lease)
+    assert index.reserve(RANKS[1], KEYS, CHUNK).num_skipped == 0
+
+
+def test_a_request_whose_promise_was_cut_gets_a_new_one() -> None:
+    index, table = make_table()
+    first = grant(index, table, "r1")
+    table.cut(first, 2)
+    second = grant(index, table, "r1", 2)
+    assert second != first
+    assert table.get(first) is None

@@ -160,11 +160,11 @@ class ChunkIndex:
             self._queues.queue(chunk)
 
     def pin(self, last: Chunk, *, use: bool = True) -> None:
-        """Use the chain that ends with `last`, and keep all of it until `unpin`. It is visible, or pinned already.
+        """Use the chain that ends with `last`, which is visible or kept by a pin already, and keep it until `unpin`.
 
         Without `use` it is only kept: what the server itself does with a chunk makes it no younger.
         """
-        assert last.visible or last.pins, last
+        assert last.visible or last.pins or last.children, last
         last.pins += 1
         if use:
             self._use(last)

@@ -1,7 +1,8 @@
 """Leases: what a lookup promised, pinned until it was taken, released, or is overdue.
 
 A lease belongs to one request of one session, and holds a share of chunks for every rank of the engine. It is undone
-with the very chunks that it pinned, so no release can ever touch what another request holds.
+with the very chunks that it pinned, so no release can ever touch what another request holds. A chunk that turns out to
+be of no use cuts all promises of it, and those for every rank alike.
 """
 
 from __future__ import annotations
@@ -17,16 +18,28 @@ from kvferry.cache.index import ChunkIndex
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A promise of `num_chunks` chunks to each rank that is still in `shares`, by the last of them."""
+    """A promise to each rank that is still in `shares`, by the last chunk; None where it is cut down to nothing.
+
+    `num_promised` chunks were promised, the first `num_chunks` of these can be delivered still.
+    """
 
     lease_id: int
     owner: Hashable
     scope: Hashable
     request_id: str
-    num_chunks: int
+    num_promised: int
     expires_at: float
     num_shares: int
-    shares: dict[int, Chunk] = field(default_factory=dict)
+    shares: dict[int, Chunk | None] = field(default_factory=dict)
+    num_chunks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_chunks = self.num_promised
+
+    def promises(self, chunk: Chunk) -> bool:
+        """Whether the chunk is a part of any share."""
+        shares = (share for share in self.shares.values() if share is not None and share.space == chunk.space)
+        return any(share.depth >= chunk.depth and share.at_depth(chunk.depth) is chunk for share in shares)
 
 
 class LeaseTable:
@@ -50,9 +63,9 @@ class LeaseTable:
         The request's earlier lease is kept, with a new term, where it promises the same; else it is replaced. One that
         some rank has taken its share of already is left to the others, beside the new one.
         """
-        (num_chunks,) = {share.depth for share in shares.values()}
+        (num_promised,) = {share.depth for share in shares.values()}
         old = self._requests.get((owner, request_id))
-        if old is not None and old.shares == shares:
+        if old is not None and old.shares == shares and old.num_chunks == old.num_promised:
             old.expires_at = now + self._ttl_s
             self._leases.move_to_end(old.lease_id)
             return old
@@ -62,12 +75,12 @@ class LeaseTable:
             owner,
             scope,
             request_id,
-            num_chunks,
+            num_promised,
             now + self._ttl_s,
             num_shares=len(shares),
             shares=dict(shares),
         )
-        for share in lease.shares.values():
+        for share in shares.values():
             self._index.pin(share)
         if old is not None and len(old.shares) == old.num_shares:
             self.release(old.lease_id)
@@ -90,6 +103,27 @@ class LeaseTable:
         if not lease.shares:
             self.release(lease_id)
 
+    def cut(self, lease_id: int, num_chunks: int) -> None:
+        """No more than the first `num_chunks` can be delivered, to whatever rank. Idempotent."""
+        lease = self._leases.get(lease_id)
+        if lease is None or num_chunks >= lease.num_chunks:
+            return
+        lease.num_chunks = num_chunks
+        for rank, share in lease.shares.items():
+            assert share is not None, "it had chunks, so each share had"
+            rest = share.at_depth(num_chunks) if num_chunks else None
+            if rest is not None:
+                self._index.pin(rest)
+            self._index.unpin(share)
+            lease.shares[rank] = rest
+
+    def lose(self, chunk: Chunk) -> int:
+        """Cut all promises of a chunk that cannot be delivered; how many there were."""
+        spoilt = [lease.lease_id for lease in self._leases.values() if lease.promises(chunk)]
+        for lease_id in spoilt:
+            self.cut(lease_id, chunk.depth - 1)
+        return len(spoilt)
+
     def release(self, lease_id: int) -> bool:
         """End a lease and unpin what is left of it. Idempotent: False where it is gone already."""
         lease = self._leases.pop(lease_id, None)
@@ -98,7 +132,8 @@ class LeaseTable:
         if self._requests.get((lease.owner, lease.request_id)) is lease:
             del self._requests[lease.owner, lease.request_id]
         for share in lease.shares.values():
-            self._index.unpin(share)
+            if share is not None:
+                self._index.unpin(share)
         return True
 
     def release_owner(self, owner: Hashable) -> int:
