@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 
 import pytest
 
@@ -21,8 +24,7 @@ from kvferry.server import CacheServer
 COMMAND = [sys.executable, "-m", "kvferry", "serve", "--device", "cpu", "--memory", "16MiB", "--socket"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: pathlib.Path) -> None:
+def test_it_serves_until_it_is_told_to_end(tmp_path: pathlib.Path) -> None:
     socket = tmp_path / "server.sock"
     with subprocess.Popen([*COMMAND, str(socket)], stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -30,7 +32,7 @@ def test_it_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: pat
             assert server.stdout.readline().startswith(f"ready: unix://{socket}")
             with CacheClient(f"unix://{socket}") as client:
                 client.ping()
-            server.send_signal(number)
+            server.send_signal(signal.SIGINT)
             assert server.wait(15) == 0
         finally:
             server.kill()
@@ -43,14 +45,37 @@ def test_it_is_ready_when_all_of_its_memory_is(
 ) -> None:
     config = ServerConfig(socket_path=str(tmp_path / "s"), memory_bytes=16 << 20, device="cpu")
     stop = threading.Event()
-    with CacheServer(config):
-        wanted = dataclasses.replace(config, memory_bytes=config.memory_bytes + missing)
-        announcer = threading.Thread(target=_announce, args=(wanted, stop))
+    with CacheServer(config) as server:
+        server.config = dataclasses.replace(config, memory_bytes=config.memory_bytes + missing)
+        announcer = threading.Thread(target=_announce, args=(server, stop))
         announcer.start()
         announcer.join(0.5)
         stop.set()
         announcer.join()
     assert capsys.readouterr().out[:5] == says
+
+
+def test_it_says_at_once_what_it_does_and_then_where_it_answers(tmp_path: pathlib.Path) -> None:
+    socket = tmp_path / "server.sock"
+    command = [*COMMAND, str(socket), "--metrics", ":0", "--log-format", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stderr is not None
+            first = json.loads(server.stderr.readline())
+            assert first["message"] == f"starting: 16MiB of host memory, for device cpu, at {socket}"
+            ready = server.stdout.readline()
+            assert "16 MiB of host memory" in ready
+            (url,) = re.findall(r"http://127\.0\.0\.1:[0-9]+/metrics", ready)
+            with urllib.request.urlopen(url, timeout=10) as reply:
+                assert b"kvferry_healthy 1.0" in reply.read()
+            server.terminate()
+            records = [json.loads(line) for line in server.stderr]
+            assert server.wait(15) == 0
+        finally:
+            server.kill()
+    assert [record["message"] for record in records][-3:] == ["ready", "stopping: SIGTERM came", "stopped"]
+    assert [record["memory_bytes"] for record in records if record["message"] == "ready"] == [16 << 20]
 
 
 def test_others_may_connect_where_they_are_allowed(tmp_path: pathlib.Path) -> None:
@@ -64,7 +89,10 @@ def test_others_may_connect_where_they_are_allowed(tmp_path: pathlib.Path) -> No
             server.kill()
 
 
-def test_a_child_server_ends_with_its_parents_pipe(tmp_path: pathlib.Path) -> None:
+def test_a_child_server_has_its_own_settings_and_ends_with_its_parents_pipe(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVFERRY_MAX_SESSIONS", "none")
     server = ServerProcess(tmp_path / "s", 16 << 20, "cpu")
     assert server._process.stdin is not None
     server._process.stdin.close()

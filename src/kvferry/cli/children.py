@@ -20,11 +20,12 @@ class ServerProcess:
 
     def __init__(self, socket: pathlib.Path, memory_bytes: int, device: str, timeout_s: float = 60.0) -> None:
         self.url = f"unix://{socket}"
-        command = [sys.executable, "-m", "kvferry", "serve", "--socket", str(socket), "--memory", str(memory_bytes)]
+        command = [sys.executable, "-m", "kvferry", "serve", "--log-level", "warning", "--socket", str(socket)]
         self._process = subprocess.Popen(
-            [*command, "--device", device, "--until-stdin-closes"],
+            [*command, "--memory", str(memory_bytes), "--device", device, "--until-stdin-closes"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env={name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")},
             start_new_session=True,
         )
         try:

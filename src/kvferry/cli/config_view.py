@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from kvferry.cli.config_sources import Loaded
 from kvferry.cli.config_values import show_value
-from kvferry.config import server_settings
+from kvferry.cli.sizes import exact_bytes
+from kvferry.config import ServerConfig, server_settings
 
-__all__ = ["view_config"]
+__all__ = ["describe", "view_config"]
+
+
+def describe(config: ServerConfig) -> str:
+    """What a server of this configuration has, in a line."""
+    parts = [f"{exact_bytes(config.memory_bytes)} of host memory"]
+    if config.disk_path is not None and config.disk_bytes is not None:
+        parts.append(f"{exact_bytes(config.disk_bytes)} of disk at {config.disk_path}")
+    if config.remote_url is not None:
+        parts.append(f"objects at {config.remote_url}")
+    return f"{', '.join(parts)}, for device {config.device}, at {config.socket_path}"
 
 
 def view_config(loaded: Loaded) -> str:

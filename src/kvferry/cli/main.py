@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import pathlib
 import signal
@@ -20,7 +21,8 @@ from rich.console import Console
 
 from kvferry.cli.config_flags import with_settings
 from kvferry.cli.config_sources import load_config
-from kvferry.cli.config_view import view_config
+from kvferry.cli.config_view import describe, view_config
+from kvferry.cli.logs import set_up_logs
 from kvferry.cli.sizes import parse_bytes
 from kvferry.errors import KVFerryError
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from kvferry.cli.bench_report import Result
 
 __all__ = ["app", "main"]
+
+_LOG = logging.getLogger(__name__)
 
 app = typer.Typer(help="Share, keep and move the paged KV caches of LLM engines.", no_args_is_help=True)
 bench = typer.Typer(help="Measure this machine; ratios are to a limit measured in the same run.", no_args_is_help=True)
@@ -69,6 +73,8 @@ def serve(
     if print_config:
         typer.echo(view_config(loaded))
         return
+    set_up_logs(loaded.config.log_format, loaded.config.log_level)
+    _LOG.info("starting: %s", describe(loaded.config))
     from kvferry.cli.serve import run_server
 
     run_server(loaded.config, until_stdin_closes=until_stdin_closes)

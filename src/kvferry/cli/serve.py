@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -12,14 +13,15 @@ from typing import NoReturn
 import typer
 
 from kvferry.cli.sizes import format_bytes
-from kvferry.client import CacheClient
 from kvferry.config import ServerConfig
-from kvferry.errors import KVFerryError
 from kvferry.server import CacheServer
 
 __all__ = ["run_server"]
 
+_LOG = logging.getLogger(__name__)
+
 POLL_S = 0.02
+PROGRESS_S = 2.0
 
 
 class _Ended(Exception):
@@ -29,11 +31,12 @@ class _Ended(Exception):
 def run_server(config: ServerConfig, *, until_stdin_closes: bool = False) -> None:
     """Serve until SIGTERM or SIGINT, or the end of stdin; raises `KVFerryError` where the server fails.
 
-    One line on stdout says that it is ready: that it answers, and that its memory may be stored to.
+    One line on stdout says that it is ready: that it answers, and that its memory may be stored to. What is done until
+    then is logged.
     """
     server = CacheServer(config)
     stop = threading.Event()
-    announcer = threading.Thread(target=_announce, args=(config, stop), name="announcer", daemon=True)
+    announcer = threading.Thread(target=_announce, args=(server, stop), name="announcer", daemon=True)
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _end)
@@ -42,7 +45,7 @@ def run_server(config: ServerConfig, *, until_stdin_closes: bool = False) -> Non
         announcer.start()
         server.serve_forever()
     except _Ended:
-        pass
+        _LOG.info("stopped")
     finally:
         stop.set()
         if announcer.ident is not None:
@@ -52,6 +55,7 @@ def run_server(config: ServerConfig, *, until_stdin_closes: bool = False) -> Non
 def _end(number: int, frame: object) -> NoReturn:
     for again in (signal.SIGTERM, signal.SIGINT):
         signal.signal(again, signal.SIG_IGN)  # the server is stopping already, and has a time limit for that
+    _LOG.info("stopping: %s came", signal.Signals(number).name)
     raise _Ended
 
 
@@ -61,17 +65,32 @@ def _end_with_stdin() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _announce(config: ServerConfig, stop: threading.Event) -> None:
-    """Ask the server as any client would, until it answers and its memory is there; then say so."""
-    url, started = f"unix://{config.socket_path}", time.monotonic()
+def _announce(server: CacheServer, stop: threading.Event) -> None:
+    """Ask the server until it answers and its memory is there, and say so; what keeps it is told by the main thread."""
+    started = time.monotonic()
+    wanted, progress_at = server.config.memory_bytes, 0.0
     while not stop.wait(POLL_S):
-        try:
-            with CacheClient(url) as client:
-                while client.stats()["memory_bytes"] < config.memory_bytes:
-                    if stop.wait(POLL_S):
-                        return
-        except KVFerryError:
-            continue  # not there yet; what keeps it from starting is told by the main thread
-        took = time.monotonic() - started
-        typer.echo(f"ready: {url}, {format_bytes(config.memory_bytes)} of host memory, after {took:.1f} s")
-        return
+        if not server.running:
+            continue
+        snapshot = server.snapshot()
+        there, now = int(snapshot.values.get("memory_bytes", 0)), time.monotonic()
+        if snapshot.values and there >= wanted:
+            _say_ready(server, now - started)
+            return
+        if now >= progress_at:
+            progress_at = now + PROGRESS_S
+            text = f"starting: answers at {', '.join(server.urls)}; {_progress(there, wanted)} of memory are ready"
+            _LOG.info(text, extra={"memory_ready_bytes": there, "memory_bytes": wanted})
+
+
+def _say_ready(server: CacheServer, took_s: float) -> None:
+    places = [*server.urls, *([] if server.metrics_url is None else [server.metrics_url])]
+    memory = server.config.memory_bytes
+    typer.echo(f"ready: {', '.join(places)}, {format_bytes(memory)} of host memory, after {took_s:.1f} s")
+    _LOG.info("ready", extra={"urls": places, "memory_bytes": memory, "took_s": round(took_s, 3)})
+
+
+def _progress(done: int, wanted: int) -> str:
+    """`3 of 40 GiB`: both in the unit of the larger one."""
+    number, unit = format_bytes(wanted).split(" ")
+    return f"{done / wanted * float(number):.3g} of {number} {unit}"

@@ -45,6 +45,7 @@ class Parts:
     acceptors: tuple[Acceptor, ...]
     addresses: tuple[Address, ...]
     health: Health
+    snapshots: Snapshots
     metrics: MetricsServer | None
     handlers: Mapping[type, Callable[[Any], None]]
 
@@ -66,13 +67,14 @@ def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, 
     state.more_values += [health.values, lambda: {"mapped_bytes": process_table().mappings.stats().mapped_bytes}]
     sessions = _sessions(config, loop, state, patience)
     listeners = make_listeners(config, undo)
-    metrics = _metrics(config, loop, undo)
+    snapshots = Snapshots(loop.post, loop.pulse)
+    metrics = _metrics(config, snapshots, undo)
     acceptors = tuple(Acceptor(loop, listener.socket, sessions.accept) for listener in listeners)
     primary = workers.get(devices.primary)
     for offset, nbytes in memory.pieces:  # from here on nothing fails: the worker uses the memory
         primary.submit(PrepareTask(offset, nbytes))
     addresses = tuple(listener.address for listener in listeners)
-    return Parts(state, sessions, acceptors, addresses, health, metrics, _handlers(sessions, state, health))
+    return Parts(state, sessions, acceptors, addresses, health, snapshots, metrics, _handlers(sessions, state, health))
 
 
 def _memory(config: ServerConfig, undo: contextlib.ExitStack) -> Memory:
@@ -108,10 +110,10 @@ def _sessions(config: ServerConfig, loop: Loop[Any], state: State, patience: Pat
     )
 
 
-def _metrics(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack) -> MetricsServer | None:
+def _metrics(config: ServerConfig, snapshots: Snapshots, undo: contextlib.ExitStack) -> MetricsServer | None:
     if config.metrics is None:
         return None
-    metrics = MetricsServer(config.metrics, Snapshots(loop.post, loop.pulse).take)
+    metrics = MetricsServer(config.metrics, snapshots.take)
     undo.callback(metrics.close)
     return metrics
 

@@ -8,7 +8,8 @@ from kvferry.copy import Copier
 from kvferry.copy.cuda import CudaCopier
 from kvferry.cuda.device import ordinal_of
 from kvferry.cuda.memory import register_host, unregister_host
-from kvferry.errors import CudaError
+from kvferry.errors import CudaError, ShareError
+from kvferry.server.limits import what_limits_pinning
 
 # After these nothing works any more in this process: the driver is shut down (4), a fault of memory or NVLink (214,
 # 220, 226), an illegal address (700), a launch that took too long (702), a destroyed context (709), an assertion (710),
@@ -39,8 +40,15 @@ class CudaDevice:
         self.copier: Copier = copier
 
     def prepare(self, address: int, nbytes: int) -> None:
-        """Pin the memory, for this and all other GPUs; about half a second a GiB."""
-        register_host(address, nbytes, device=self._ordinal)
+        """Pin the memory, for this and all other GPUs; about half a second a GiB.
+
+        Raises ShareError where it cannot be pinned, with the limits that may be why. There is no going on without: it
+        would be slow, and nobody would know.
+        """
+        try:
+            register_host(address, nbytes, device=self._ordinal)
+        except CudaError as error:
+            raise ShareError(f"{nbytes} bytes of memory cannot be pinned: {error}; {what_limits_pinning()}") from error
         self._undo.callback(unregister_host, address, device=self._ordinal)
 
     def is_fatal(self, error: Exception) -> bool:

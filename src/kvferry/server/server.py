@@ -15,6 +15,7 @@ from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.server.assembly import Parts, assemble
 from kvferry.server.loop import Loop
 from kvferry.server.patience import Patience
+from kvferry.server.snapshots import Snapshot
 from kvferry.server.tasks import WorkerFailed
 
 if TYPE_CHECKING:
@@ -52,8 +53,13 @@ class CacheServer:
         self._parts: Parts
 
     def __repr__(self) -> str:
-        state = "new" if self._thread is None else "stopped" if self._stopped.is_set() else "running"
+        state = "new" if self._thread is None else "running" if self.running else "stopped"
         return f"<CacheServer at {self.config.socket_path}, {state}>"
+
+    @property
+    def running(self) -> bool:
+        """Whether it has started, and has not ended."""
+        return self._thread is not None and not self._stopped.is_set()
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -64,6 +70,10 @@ class CacheServer:
     def metrics_url(self) -> str | None:
         """Where the metrics are once it is started, with the port that the system has chosen; None without any."""
         return None if self._parts.metrics is None else self._parts.metrics.url
+
+    def snapshot(self) -> Snapshot:
+        """The values of `stats` and the health of a started server, from any thread; takes a second at most."""
+        return self._parts.snapshots.take()
 
     def start(self) -> None:
         """Listen, and return; memory is made ready meanwhile, and stores are skipped until it is.
