@@ -32,7 +32,7 @@ class MemoryTier:
         self.mtimes: dict[ChunkName, int] = {}
         self.log: list[str] = []
         self.num_inside = 0
-        self.closed = False
+        self.num_closed = 0
         self.on_written: Callable[[ChunkMeta, bytes], None] = lambda meta, data: None
         self._changed = threading.Condition()
 
@@ -105,7 +105,7 @@ class MemoryTier:
 
     def close(self) -> None:
         assert not self.num_inside
-        self.closed = True
+        self.num_closed += 1
 
     def _enter(self, call: str, name: ChunkName | None = None) -> None:
         names: set[str | ChunkName] = {call} if name is None else {call, name}

@@ -29,6 +29,7 @@ from kvferry.server.sessions import Sessions
 from kvferry.server.snapshots import Question, Snapshot, Snapshots
 from kvferry.server.state import State
 from kvferry.server.tasks import CacheClosed, CacheOpened, CopyDone, FdsTaken, MemoryReady, PrepareTask
+from kvferry.server.tier_setup import make_tiers
 from kvferry.server.workers import Workers
 
 
@@ -51,7 +52,7 @@ class Parts:
 
     def stop_threads(self, timeout_s: float) -> list[DeadlineError]:
         """End all threads that may use the memory; those that did not end in time, for which it can be called again."""
-        return self.state.workers.stop(timeout_s)
+        return [*self.state.workers.stop(timeout_s), *self.state.tiers.stop(timeout_s)]
 
 
 def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, *, patience: Patience) -> Parts:
@@ -62,9 +63,11 @@ def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, 
     devices = choose_devices(config.device)
     memory = _memory(config, undo)
     workers = Workers(devices.make_host, devices.make_gpu, devices.gpus, memory_address=memory.address, post=loop.post)
-    state = _state(config, memory, workers)
+    state = _state(config, memory, workers, loop.post, undo)
     health = Health(config.stall_s)
-    state.more_values += [health.values, lambda: {"mapped_bytes": process_table().mappings.stats().mapped_bytes}]
+    health.watch(state.tiers.pulses)
+    mapped = process_table().mappings.stats
+    state.more_values += [health.values, state.tiers.values, lambda: {"mapped_bytes": mapped().mapped_bytes}]
     sessions = _sessions(config, loop, state, patience)
     listeners = make_listeners(config, undo)
     snapshots = Snapshots(loop.post, loop.pulse)
@@ -73,6 +76,7 @@ def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, 
     primary = workers.get(devices.primary)
     for offset, nbytes in memory.pieces:  # from here on nothing fails: the worker uses the memory
         primary.submit(PrepareTask(offset, nbytes))
+    state.tiers.start()
     addresses = tuple(listener.address for listener in listeners)
     return Parts(state, sessions, acceptors, addresses, health, snapshots, metrics, _handlers(sessions, state, health))
 
@@ -85,12 +89,15 @@ def _memory(config: ServerConfig, undo: contextlib.ExitStack) -> Memory:
     return memory
 
 
-def _state(config: ServerConfig, memory: Memory, workers: Workers) -> State:
-    """The cache core: pool, index, leases."""
+def _state(
+    config: ServerConfig, memory: Memory, workers: Workers, post: Callable[[Any], None], undo: contextlib.ExitStack
+) -> State:
+    """The cache core: pool, index, leases, lower tiers."""
     pool = SlabPool()
     index = ChunkIndex(pool, quotas=Quotas(config.tenant_quotas))
     leases = LeaseTable(index, config.lease_ttl_s)
-    return State(pool, index, leases, workers, max(nbytes for _, nbytes in memory.pieces))
+    tiers = make_tiers(config, index, pool=pool, memory_address=memory.address, post=post, undo=undo)
+    return State(pool, index, leases, workers, tiers, max(nbytes for _, nbytes in memory.pieces))
 
 
 def _sessions(config: ServerConfig, loop: Loop[Any], state: State, patience: Patience) -> Sessions:
@@ -125,5 +132,6 @@ def _handlers(sessions: Sessions, state: State, health: Health) -> Mapping[type,
         CacheOpened: sessions.registrar.on_opened,
         CacheClosed: sessions.registrar.on_closed,
         MemoryReady: lambda item: state.pool.add_area(item.offset, item.nbytes),
+        **state.tiers.handlers(),
         Question: lambda question: question.answer.set_result(Snapshot(state.values(), health.report)),
     }

@@ -125,7 +125,8 @@ class Jobs:
             counters.stores_failed += 1
             return Error(job.seq, failure.code, failure.text)
         counters.bytes_stored += len(chunks) * job.cache.engine.geometry.chunk_bytes
-        self._state.index.commit(chunks)
+        tiers = self._state.tiers
+        tiers.on_stored(self._state.index.commit(chunks, dirty=tiers.exist))
         num_kept = sum(chunk.state is ChunkState.COMMITTED for chunk in chunks)
         return _stored(job.seq, job.reservation, num_kept)
 

@@ -154,9 +154,11 @@ class CacheServer:
         parts = self._parts
         parts.state.leases.expire(now)
         parts.sessions.tick(now)
+        parts.state.tiers.tick(now)
         parts.health.tick(now)
         if self._stop_by is not None:
-            if not len(parts.sessions) or now >= self._stop_by:  # a worker that failed closes nothing any more
+            ended = not len(parts.sessions) and parts.state.tiers.idle
+            if ended or now >= self._stop_by:  # a worker that failed closes nothing any more
                 self._loop.stop()
             return 0.1
         for acceptor in parts.acceptors:
@@ -179,3 +181,4 @@ class CacheServer:
         for acceptor in self._parts.acceptors:
             acceptor.stop()
         self._parts.sessions.end_all(text)
+        self._parts.state.tiers.flush()

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from kvferry.cache import ChunkIndex, LeaseTable, SlabPool
 from kvferry.server.engines import EngineTable
 from kvferry.server.refusals import Refusals
+from kvferry.server.tiering import LowerTiers
 from kvferry.server.workers import Workers
 
 
@@ -36,6 +37,7 @@ class State:
     index: ChunkIndex
     leases: LeaseTable
     workers: Workers
+    tiers: LowerTiers
     largest_slot: int  # bytes that one chunk may have
     engines: EngineTable = field(default_factory=EngineTable)
     counters: Counters = field(default_factory=Counters)
