@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -17,6 +18,7 @@ from kvferry.server.copies import CopyQueue
 from kvferry.server.device import Device
 from kvferry.server.failures import failure_of
 from kvferry.server.opened import OpenedCache
+from kvferry.server.pulse import Pulse
 from kvferry.server.tasks import (
     CacheClosed,
     CacheOpened,
@@ -60,6 +62,7 @@ class DeviceWorker:
         self, name: str, make_device: Callable[[], Device], *, memory_address: int, post: Callable[[Completion], None]
     ) -> None:
         self.name = name
+        self.pulse = Pulse(f"the worker of {name}")
         self._make_device = make_device
         self._memory_address = memory_address
         self._post = post
@@ -99,12 +102,13 @@ class DeviceWorker:
             raise DeadlineError(f"the worker of {self.name} did not end within {timeout_s} s")
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._next_task()) is not None:
             if not isinstance(task, (OpenTask, PrepareTask)):
                 self._without_cache(task)
                 continue
             try:
-                device = self._make_device()
+                with self.pulse.step("setting up the device"):
+                    device = self._make_device()
             except Exception as error:  # noqa: BLE001 - whatever it is, the engine is told, and others are served
                 _LOG.exception("the device %s cannot be used", self.name)
                 self._refuse_task(task, failure_of(error))
@@ -117,9 +121,12 @@ class DeviceWorker:
         try:
             self._handle(first, device)
             while self._take_tasks(device):
-                self._prepare_some(device)
-                self._copies.poll()
-                self._copies.step(device)
+                with self.pulse.step("preparing memory"):
+                    self._prepare_some(device)
+                with self.pulse.step("asking events"):
+                    self._copies.poll()
+                with self.pulse.step("a copy"):
+                    self._copies.step(device)
         except Exception as error:  # noqa: BLE001 - the worker's last act is to say why the server has to end
             _LOG.exception("the worker of %s failed", self.name)
             failure = Failure("device", f"{type(error).__name__}: {error}")
@@ -129,8 +136,15 @@ class DeviceWorker:
                 self._copies.drop_cache(cache_id)
                 self._close(cache_id)
             self._close_device(device)
-        while failure is not None and (task := self._tasks.get()) is not None:
+        while failure is not None and (task := self._next_task()) is not None:
             self._refuse_task(task, failure)
+
+    def _next_task(self) -> Task | None:
+        """The next task, however long that takes; None to end."""
+        while True:
+            self.pulse.beat()
+            with contextlib.suppress(queue.Empty):
+                return self._tasks.get(timeout=_IDLE_S)
 
     def _refuse_task(self, task: Task, failure: Failure) -> None:
         """The device cannot be used."""
@@ -143,11 +157,13 @@ class DeviceWorker:
 
     def _take_tasks(self, device: Device) -> bool:
         """Do all small tasks that have come; waits for one where there is nothing else to do. False to end."""
+        self.pulse.beat()
         wait_s = 0.0 if self._preparing else self._copies.wait_s
         try:
             task = self._tasks.get(timeout=_IDLE_S if wait_s is None else wait_s)
             while task is not None:
-                self._handle(task, device)
+                with self.pulse.step(type(task).__name__):
+                    self._handle(task, device)
                 task = self._tasks.get_nowait()
         except queue.Empty:
             return True

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 
 from kvferry.errors import DeadlineError, RequestError
 from kvferry.server.device import Device
+from kvferry.server.pulse import Pulse
 from kvferry.server.tasks import Completion
 from kvferry.server.worker import DeviceWorker
 
@@ -51,6 +52,10 @@ class Workers:
         if worker is None:
             worker = self._start(device_uuid)
         return worker
+
+    def pulses(self) -> list[Pulse]:
+        """Those of all that run."""
+        return [worker.pulse for worker in self._workers.values()]
 
     def stop(self, timeout_s: float) -> list[DeadlineError]:
         """End all; what did not end in time, which is kept, so that the next call waits for it again."""
