@@ -5,6 +5,7 @@ from kvferry.cache.chunk import Chunk, ChunkState, IndexCounters, Reservation, S
 from kvferry.cache.eviction import Quotas
 from kvferry.cache.index import ChunkIndex
 from kvferry.cache.leases import Lease, LeaseTable
+from kvferry.cache.misses import Miss, MissLog
 from kvferry.cache.pool import Pool, SlabPool, slot_bytes
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "IndexCounters",
     "Lease",
     "LeaseTable",
+    "Miss",
+    "MissLog",
     "Pool",
     "Quotas",
     "Reservation",

@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvferry.cache.chunk import Chunk, ChunkState, IndexCounters, Reservation, Space
-from kvferry.cache.eviction import DirtyChunks, EvictionQueues, Quotas
+from kvferry.cache.eviction import EvictionQueues, Quotas
+from kvferry.cache.misses import Miss, MissLog
 from kvferry.cache.pool import Pool
+from kvferry.cache.tree import ChunkTree
 
 _LONG_AGO = 1 << 64  # so long before the start that no clock's time, in ns, comes near it
 
 
-class ChunkIndex:
+class ChunkIndex(ChunkTree):
     """The chunks of all spaces in one pool. Not thread-safe: one thread owns it.
 
     Parameters
@@ -27,35 +29,22 @@ class ChunkIndex:
         Where the chunks lie; gets each place back once nothing needs it.
     quotas
         How much of it each tenant may hold. At its limit a tenant evicts only its own chunks.
+    misses
+        Gets a note of each chunk that is not there any more, and why.
     """
 
-    def __init__(self, pool: Pool, *, quotas: Quotas | None = None) -> None:
-        self._pool = pool
-        self._spaces: dict[Space, dict[bytes, Chunk]] = {}
-        self._queues = EvictionQueues(quotas or Quotas({}))
-        self._clock = 0
-        self._num_chunks = 0
+    def __init__(self, pool: Pool, *, quotas: Quotas | None = None, misses: MissLog | None = None) -> None:
+        super().__init__(pool, EvictionQueues(quotas or Quotas({})), misses or MissLog(0))
         self.counters = IndexCounters()
-
-    def __len__(self) -> int:
-        return self._num_chunks
 
     def __repr__(self) -> str:
         return f"<ChunkIndex {self._num_chunks} chunks in {len(self._spaces)} spaces>"
 
-    @property
-    def dirty(self) -> DirtyChunks:
-        """The chunks that are dirty."""
-        return self._queues.dirty
-
-    def find(self, space: Space, key: bytes) -> Chunk | None:
-        """The chunk of that key, reserved or committed."""
-        return self._spaces.get(space, {}).get(key)
-
-    def lookup(self, space: Space, keys: Sequence[bytes]) -> Chunk | None:
+    def lookup(self, space: Space, keys: Sequence[bytes], *, count: bool = True) -> Chunk | None:
         """The last chunk of the longest prefix of `keys` that is all committed. To look is not to use; `pin` is.
 
-        A chunk is there only if all before it are, so this asks for few of the keys, by halves.
+        A chunk is there only if all before it are, so this asks for few of the keys, by halves. Without `count` it is
+        no hit or miss: who asks will ask again.
         """
         get = self._spaces.get(space, {}).get
         found: Chunk | None = None
@@ -68,8 +57,9 @@ class ChunkIndex:
             else:
                 high = probe - 1
             probe = (low + high + 1) // 2
-        self.counters.hits += low
-        self.counters.misses += len(keys) - low
+        if count:
+            self.counters.hits += low
+            self.counters.misses += len(keys) - low
         return found
 
     def reserve(
@@ -86,12 +76,9 @@ class ChunkIndex:
         for position, key in enumerate(keys):
             chunk = self.find(space, key)
             if chunk is None and position >= start:
-                if len(fresh) == limit:
-                    self.counters.skipped_share += len(keys) - position
-                    break
-                offset = self._find_place(space.tenant, nbytes, parent)
+                offset = None if len(fresh) == limit else self._find_place(space.tenant, nbytes, parent)
                 if offset is None:
-                    self._count_skipped(space.tenant, nbytes, len(keys) - position)
+                    self._skip(space, keys[position:], nbytes, is_share=len(fresh) == limit)
                     break
                 chunk = self._insert(Chunk(space, key, parent, offset, nbytes))
                 fresh.append(chunk)
@@ -145,10 +132,11 @@ class ChunkIndex:
             self._use(chunk)
         return shown
 
-    def abort(self, chunks: Sequence[Chunk]) -> None:
+    def abort(self, chunks: Sequence[Chunk], reason: Miss = Miss.FAILED) -> None:
         """Drop reserved chunks that will not be written (any more), and all that hangs from them."""
         for chunk in chunks:
             if chunk.state is ChunkState.RESERVED:
+                self._misses.note(chunk.space, chunk.key, reason)
                 self.counters.aborted += self._forget_tree(chunk)
             self._free(chunk)
             self.counters.aborted += 1
@@ -159,26 +147,7 @@ class ChunkIndex:
             self._queues.dirty.remove(chunk)
             self._queues.queue(chunk)
 
-    def pin(self, last: Chunk, *, use: bool = True) -> None:
-        """Use the chain that ends with `last`, which is visible or kept by a pin already, and keep it until `unpin`.
-
-        Without `use` it is only kept: what the server itself does with a chunk makes it no younger.
-        """
-        assert last.visible or last.pins or last.children, last
-        last.pins += 1
-        if use:
-            self._use(last)
-
-    def unpin(self, last: Chunk, *, use: bool = True) -> None:
-        """Undo one `pin` of the same chain; counts as a use, or not, as that did."""
-        assert last.pins > 0, last
-        last.pins -= 1
-        if use:
-            self._use(last)
-        self._queues.queue(last)
-        self._let_go(last)
-
-    def discard(self, root: Chunk) -> int:
+    def discard(self, root: Chunk, reason: Miss | None = None) -> int:
         """Forget a chunk and all below it; how many of them were committed.
 
         What a pin needs keeps its place until the last `unpin`, what is being written until its writer ends.
@@ -187,6 +156,8 @@ class ChunkIndex:
             return 0
         num_whole = self._forget_tree(root)
         self.counters.discarded += num_whole
+        if reason is not None:
+            self._misses.note(root.space, root.key, reason)
         return num_whole
 
     def discard_space(self, space: Space) -> int:
@@ -200,6 +171,7 @@ class ChunkIndex:
         if chunk is None:
             return False
         self._forget(chunk)
+        self._misses.note(chunk.space, chunk.key, Miss.EVICTED)
         self.counters.evicted += 1
         return True
 
@@ -232,66 +204,15 @@ class ChunkIndex:
             self._queues.queue(keep)
         return offset
 
-    def _count_skipped(self, tenant: str, nbytes: int, num_chunks: int) -> None:
-        """Say why there was no place."""
+    def _skip(self, space: Space, keys: Sequence[bytes], nbytes: int, *, is_share: bool) -> None:
+        """Count why there is no place for these, and note it for the first: without it the others cannot be there."""
         counters = self.counters
-        if not self._pool.fits(nbytes):
-            counters.skipped_full += num_chunks
-        elif self._queues.is_behind(tenant, nbytes):
-            counters.skipped_behind += num_chunks
-        elif self._queues.share(tenant).excess(nbytes) > 0:
-            counters.skipped_quota += num_chunks
+        if is_share:
+            counters.skipped_share += len(keys)
+        elif self._pool.fits(nbytes) and self._queues.is_behind(space.tenant, nbytes):
+            counters.skipped_behind += len(keys)
+        elif self._pool.fits(nbytes) and self._queues.share(space.tenant).excess(nbytes) > 0:
+            counters.skipped_quota += len(keys)
         else:
-            counters.skipped_full += num_chunks
-
-    def _insert(self, chunk: Chunk) -> Chunk:
-        self._spaces.setdefault(chunk.space, {})[chunk.key] = chunk
-        self._num_chunks += 1
-        self._queues.enter(chunk)
-        if chunk.parent is not None:
-            chunk.parent.children.add(chunk)
-        return chunk
-
-    def _use(self, chunk: Chunk) -> None:
-        self._clock += 1
-        chunk.last_use = self._clock
-        self._queues.queue(chunk)
-
-    def _forget_tree(self, root: Chunk) -> int:
-        """Forget a chunk and all below it, from the leaves up; how many were committed."""
-        return sum(self._forget(chunk) for chunk in reversed(root.below()))
-
-    def _forget(self, chunk: Chunk) -> bool:
-        """Take a chunk below which all are forgotten out of the index; whether it was committed."""
-        was_whole = chunk.state is ChunkState.COMMITTED
-        chunk.state, chunk.visible = ChunkState.GONE, False
-        self._queues.dirty.remove(chunk)
-        chunks = self._spaces[chunk.space]
-        del chunks[chunk.key]
-        self._num_chunks -= 1
-        if not chunks:
-            del self._spaces[chunk.space]
-        if was_whole:
-            self._let_go(chunk)
-        else:
-            self._detach(chunk)  # its place is its writer's
-        return was_whole
-
-    def _let_go(self, last: Chunk) -> None:
-        """Give back the places of a chain, from its end up, that no lookup can find and no pin needs any more."""
-        link: Chunk | None = last
-        while link is not None and link.state is ChunkState.GONE and not link.pins and not link.children:
-            self._detach(link)
-            self._free(link)
-            link = link.parent
-
-    def _detach(self, chunk: Chunk) -> None:
-        parent = chunk.parent
-        if parent is not None:
-            parent.children.discard(chunk)
-            parent.last_use = max(parent.last_use, chunk.last_use)
-            self._queues.queue(parent)
-
-    def _free(self, chunk: Chunk) -> None:
-        self._pool.free(chunk.offset)
-        self._queues.leave(chunk)
+            counters.skipped_full += len(keys)
+        self._misses.note(space, keys[0], Miss.DROPPED)

@@ -1,0 +1,113 @@
+"""What hangs from what, and how long each chunk keeps its place: the part of the index that knows no policy."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvferry.cache.chunk import Chunk, ChunkState, Space
+from kvferry.cache.eviction import DirtyChunks, EvictionQueues
+from kvferry.cache.misses import MissLog
+from kvferry.cache.pool import Pool
+
+
+class ChunkTree:
+    """Chunks by space and key, and their places in `pool`. A place is kept while a writer or a pin needs it."""
+
+    def __init__(self, pool: Pool, queues: EvictionQueues, misses: MissLog) -> None:
+        self._pool = pool
+        self._queues = queues
+        self._misses = misses
+        self._spaces: dict[Space, dict[bytes, Chunk]] = {}
+        self._clock = 0
+        self._num_chunks = 0
+
+    def __len__(self) -> int:
+        return self._num_chunks
+
+    @property
+    def dirty(self) -> DirtyChunks:
+        """The chunks that are dirty."""
+        return self._queues.dirty
+
+    def find(self, space: Space, key: bytes) -> Chunk | None:
+        """The chunk of that key, reserved or committed."""
+        return self._spaces.get(space, {}).get(key)
+
+    def is_elsewhere(self, key: bytes, spaces: Collection[Space]) -> bool:
+        """Whether the tenants of `spaces` have a chunk of that key in any other space."""
+        tenants = {space.tenant for space in spaces}
+        return any(
+            key in chunks for space, chunks in self._spaces.items() if space.tenant in tenants and space not in spaces
+        )
+
+    def pin(self, last: Chunk, *, use: bool = True) -> None:
+        """Use the chain that ends with `last`, which is visible or kept by a pin already, and keep it until `unpin`.
+
+        Without `use` it is only kept: what the server itself does with a chunk makes it no younger.
+        """
+        assert last.visible or last.pins or last.children, last
+        last.pins += 1
+        if use:
+            self._use(last)
+
+    def unpin(self, last: Chunk, *, use: bool = True) -> None:
+        """Undo one `pin` of the same chain; counts as a use, or not, as that did."""
+        assert last.pins > 0, last
+        last.pins -= 1
+        if use:
+            self._use(last)
+        self._queues.queue(last)
+        self._let_go(last)
+
+    def _insert(self, chunk: Chunk) -> Chunk:
+        self._spaces.setdefault(chunk.space, {})[chunk.key] = chunk
+        self._num_chunks += 1
+        self._misses.forget(chunk.space, chunk.key)
+        self._queues.enter(chunk)
+        if chunk.parent is not None:
+            chunk.parent.children.add(chunk)
+        return chunk
+
+    def _use(self, chunk: Chunk) -> None:
+        self._clock += 1
+        chunk.last_use = self._clock
+        self._queues.queue(chunk)
+
+    def _forget_tree(self, root: Chunk) -> int:
+        """Forget a chunk and all below it, from the leaves up; how many were committed."""
+        return sum(self._forget(chunk) for chunk in reversed(root.below()))
+
+    def _forget(self, chunk: Chunk) -> bool:
+        """Take a chunk below which all are forgotten out of the index; whether it was committed."""
+        was_whole = chunk.state is ChunkState.COMMITTED
+        chunk.state, chunk.visible = ChunkState.GONE, False
+        self._queues.dirty.remove(chunk)
+        chunks = self._spaces[chunk.space]
+        del chunks[chunk.key]
+        self._num_chunks -= 1
+        if not chunks:
+            del self._spaces[chunk.space]
+        if was_whole:
+            self._let_go(chunk)
+        else:
+            self._detach(chunk)  # its place is its writer's
+        return was_whole
+
+    def _let_go(self, last: Chunk) -> None:
+        """Give back the places of a chain, from its end up, that no lookup can find and no pin needs any more."""
+        link: Chunk | None = last
+        while link is not None and link.state is ChunkState.GONE and not link.pins and not link.children:
+            self._detach(link)
+            self._free(link)
+            link = link.parent
+
+    def _detach(self, chunk: Chunk) -> None:
+        parent = chunk.parent
+        if parent is not None:
+            parent.children.discard(chunk)
+            parent.last_use = max(parent.last_use, chunk.last_use)
+            self._queues.queue(parent)
+
+    def _free(self, chunk: Chunk) -> None:
+        self._pool.free(chunk.offset)
+        self._queues.leave(chunk)
