@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.cli.bench_clients import Lookups, Pings, handle
+from kvferry.cli.bench_clients import Lookups, Pings
 from kvferry.cli.bench_server import ServerBenchConfig
+from kvferry.reference.process import LineProcess
 
 
 def test_bench_server() -> None:
@@ -34,13 +35,15 @@ def test_bench_server() -> None:
     assert results["server_rss_slope"]["unit"] == "bytes/s"
 
 
-@pytest.mark.parametrize("command", [Pings, Lookups])
-def test_clients_that_cannot_connect_fail_the_bench(
-    command: type[Pings] | type[Lookups], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    about = {"engine_id": "e"} if command is Lookups else {}
-    with pytest.raises(ChildProcessError, match="could not start"):
-        handle(command(url=f"unix://{tmp_path}/nobody", clients=2, seconds=0.1, **about))
+def test_clients_that_cannot_connect_fail_the_bench(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    url = f"unix://{tmp_path}/nobody"
+    with LineProcess("clients", "kvferry.cli.bench_clients") as clients:
+        for command in (
+            Pings(url=url, clients=2, seconds=0.1),
+            Lookups(url=url, clients=2, seconds=0.1, engine_id="e"),
+        ):
+            with pytest.raises(ChildProcessError, match="could not start"):
+                clients.call(command)
     assert "ServerGoneError" in capfd.readouterr().err
 
 

@@ -107,17 +107,28 @@ class Zygote:
             )
 
     def start(self, kind: str, **arguments: Any) -> Side:
+        side = self.begin(kind, **arguments)
+        try:
+            side.answer()
+        except BaseException:
+            side.kill()
+            raise
+        return side
+
+    def begin(self, kind: str, **arguments: Any) -> Side:
+        """Start without waiting; the side's first `answer` comes when it has started."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"s"], [theirs.fileno()])
             (pid,) = PID.unpack(self._control.recv(PID.size))
         side = Side(pid, ours)
-        try:
-            side.call("start", kind=kind, **arguments)
-        except BaseException:
-            side.kill()
-            raise
+        side.ask("start", kind=kind, **arguments)
         return side
+
+    def children(self) -> set[int]:
+        """The processes that it has forked and that live."""
+        tasks = Path(f"/proc/{self._process.pid}/task").iterdir()
+        return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
 
     def close(self) -> None:
         self._control.close()
@@ -140,9 +151,9 @@ class Stage:
         self._sides.append(self.server)
         return self.server
 
-    def engine(self, *, register: dict[str, Any] | None = None, **arguments: Any) -> Side:
+    def engine(self, *, register: dict[str, Any] | None = None, kind: str = "engine", **arguments: Any) -> Side:
         """An engine's process, registered (as `register` says) unless that is {}."""
-        side = self._zygote.start("engine", url=self.url, **arguments)
+        side = self._zygote.start(kind, **{"url": self.url, **arguments})
         self._sides.append(side)
         if register is None or register:
             side.call("register", **(register or {}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -32,6 +33,14 @@ class ServerSide:
         """What the process has mapped from others, and its threads."""
         stats = process_table().mappings.stats()
         return {"mapped": stats.mapped, "references": stats.references, "threads": threading.active_count()}
+
+    def threads(self) -> dict[str, Any]:
+        """Their names."""
+        return {"threads": sorted(thread.name for thread in threading.enumerate())}
+
+    def stress_gc(self, threshold: int) -> None:
+        """Collect garbage after so many new objects."""
+        gc.set_threshold(threshold)
 
     def stop(self) -> None:
         self.server.stop()

@@ -17,6 +17,10 @@ from typing import Any
 
 from serving.engine_side import EngineSide
 from serving.server_side import ServerSide
+from soak.doomed_side import DoomedSide
+from soak.load_side import LoadSide
+
+KINDS = {"server": ServerSide, "engine": EngineSide, "load": LoadSide, "doomed": DoomedSide}
 
 PID = struct.Struct("<i")
 
@@ -31,7 +35,7 @@ def serve(sock: socket.socket) -> None:
             op = command.pop("op")
             try:
                 if op == "start":
-                    side = {"server": ServerSide, "engine": EngineSide}[command.pop("kind")](**command)
+                    side = KINDS[command.pop("kind")](**command)
                     result: dict[str, Any] = {}
                 else:
                     result = getattr(side, op)(**command) or {}

@@ -102,13 +102,13 @@ class _Crowd:
     def run(self) -> tuple[npt.NDArray[np.float64], float]:
         """Open the gate; all that was timed, and the seconds until the last client has ended.
 
-        Raises ChildProcessError where a client failed, DeadlineError where one is stuck.
+        Raises RuntimeError where a client failed, DeadlineError where one is stuck.
         """
         deadline = time.monotonic() + START_S
         for _ in self._pidfds:
             _await(self._ready, deadline)
             if not os.read(self._ready, 1):
-                raise ChildProcessError("a client could not start; see its messages above")
+                raise RuntimeError("a client could not start; see its messages above")
         os.close(self._gate)
         self._gate = -1
         started = time.monotonic()
@@ -119,7 +119,7 @@ class _Crowd:
             self._pidfds.pop()
             os.close(pidfd)
             if os.waitpid(pid, 0)[1]:
-                raise ChildProcessError("a client failed; see its messages above")
+                raise RuntimeError("a client failed; see its messages above")
         wall_s = time.monotonic() - started
         return np.concatenate([np.load(path) for path in self._folder.iterdir()]), wall_s
 
