@@ -113,11 +113,21 @@ def test_a_bucket_that_does_not_exist_is_named(s3: S3) -> None:
             call()
 
 
-def test_an_endpoint_where_nobody_listens() -> None:
-    options = {"endpoint": "http://127.0.0.1:9", "access_key_id": "AKIA", "secret_access_key": "never-to-be-seen"}
+@pytest.mark.parametrize("option", ["endpoint", "AWS_ENDPOINT_URL", "aws_endpoint_url_s3"])
+def test_an_endpoint_where_nobody_listens(option: str) -> None:
+    options = {option: "http://127.0.0.1:9", "access_key_id": "AKIA", "secret_access_key": "never-to-be-seen"}
     tier = RemoteTier("s3://bucket", options=options, timeout_s=2)
     with pytest.raises(TierUnavailableError, match=r"HEAD kvferry-1/.* at s3://bucket failed: connection refused"):
         tier.find([meta_of(1, 1).name])
+
+
+def test_an_endpoint_without_tls_from_the_environment_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    with pytest.raises(TierUnavailableError, match="allow_http=true"):
+        RemoteTier("s3://bucket").find([meta_of(1, 1).name])
+    with pytest.raises(TierUnavailableError, match="connection refused"):
+        RemoteTier("s3://bucket", options={"allow_http": "true"}).find([meta_of(1, 1).name])
 
 
 @pytest.mark.parametrize(
@@ -135,6 +145,7 @@ def test_an_endpoint_where_nobody_listens() -> None:
         ("s3://bucket", {"secret": "hidden"}, "with the options secret: there is no secret"),
         ("s3://bucket", {"allow_http": "hidden"}, "a value is not of its kind"),
         ("s3://bucket", {"aws_allow_http": "hidden"}, "a value is not of its kind"),
+        ("s3://bucket", {"pool_idle_timeout": "hidden"}, "a value is not of its kind"),
         ("s3://bucket", {"access_key_id": "hidden"}, "belong together"),
         ("s3://bucket", {"root_certificate": "hidden"}, "cannot be opened with the options root_certificate"),
         ("file:///tmp/kvferry-not-made", {"secret": "hidden"}, "takes no remote options; it got secret"),

@@ -17,7 +17,7 @@ from kvferry.errors import ChunkCorruptError, ChunkMissingError, TierError, Tier
 META = meta_of(1, 5000)
 DATA = filled("these", 5000)
 OBJECT = encode(META, digest_of(DATA)) + DATA
-TIMEOUT_S = 1.5
+TIMEOUT_S = 1.0
 SECRETS = ("AKIANOTFORLOGS", "never-to-be-seen", "session-unseen", "signature-unseen")
 REFUSAL = b"""<Error><Code>SignatureDoesNotMatch</Code><AWSAccessKeyId>AKIANOTFORLOGS</AWSAccessKeyId>
 <StringToSign>never-to-be-seen signature-unseen (os error 28)</StringToSign></Error>"""
@@ -106,15 +106,14 @@ def test_every_call_ends_in_time_and_tells_no_secret(
         began = time.monotonic()
         with pytest.raises(TierUnavailableError, match=f"at s3://bucket/prefix failed: {text}") as caught:
             call(tier, what)
-        assert time.monotonic() - began < 10 * TIMEOUT_S  # it is an end that is shown here, not how fast it comes
+        assert time.monotonic() - began < 15 * TIMEOUT_S  # it is an end that is shown here, not how fast it comes
         assert 1 <= server.num_requests <= 3
         assert any(b"AKIANOTFORLOGS" in head for head in server.heads)  # they were in use
     told = "".join(traceback.format_exception(caught.value)) + caplog.text + repr(tier)
     assert not [secret for secret in SECRETS if secret in told]
 
 
-@pytest.mark.parametrize("what", ["read"])
-def test_a_body_that_trickles_ends_in_time(what: str) -> None:
+def test_a_body_that_trickles_ends_in_time() -> None:
     with LyingServer(trickles) as server:
         tier = tier_at(server)
         meta = meta_of(1, (1 << 20) - HEADER_BYTES)

@@ -15,20 +15,30 @@ from kvferry.errors import TierError, TierFullError, TierUnavailableError
 if TYPE_CHECKING:
     from obstore.store import LocalStore, S3Store
 
-# Settings of the HTTP client, which obstore takes apart from those of the store (and panics over, among them).
+# Settings of the HTTP client, which obstore wants apart from those of the store (and panics over, among them).
 _CLIENT_OPTIONS = frozenset(
     {
         "allow_http",
         "allow_invalid_certificates",
-        "default_headers",
+        "default_content_type",
+        "http1_only",
+        "http2_keep_alive_interval",
+        "http2_keep_alive_timeout",
+        "http2_keep_alive_while_idle",
+        "http2_max_frame_size",
+        "http2_only",
+        "pool_idle_timeout",
+        "pool_max_idle_per_host",
         "proxy_ca_certificate",
         "proxy_excludes",
         "proxy_url",
+        "randomize_addresses",
         "root_certificate",
         "user_agent",
     }
 )
 _OWN_OPTIONS = frozenset({"bucket", "bucket_name", "connect_timeout", "read_timeout", "timeout"})
+_ENDPOINTS = frozenset({"endpoint", "endpoint_url", "endpoint_url_s3"})
 
 _STATUS = re.compile(r"status code: ([1-5][0-9]{2}(?: [A-Z][A-Za-z ]{1,40})?)")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,60})</Code>")
@@ -42,6 +52,7 @@ _CAUSES = (
     (re.compile(r"kind: Connect,"), "no connection"),
     (re.compile(r"Missing(AccessKeyId|SecretAccessKey)"), "access_key_id and secret_access_key belong together"),
     (re.compile(r"failed to parse"), "a value is not of its kind"),
+    (re.compile(r"builder error"), "an endpoint of http:// has to be a remote option, or needs allow_http=true"),
     (re.compile(r"error sending request"), "the connection broke, or what answered is no store"),
     (re.compile(r"request or response body error|NoContentRange"), "the answer broke off"),
 )
@@ -142,9 +153,12 @@ def _arguments(options: Mapping[str, str], timeout_s: float) -> dict[str, Any]:
             raise TierError(
                 f"the remote option {option} is not for setting: the URL names the bucket, KVferry the times"
             )
-        (client if name in _CLIENT_OPTIONS else config)[name] = value
-    if config.get("endpoint", config.get("endpoint_url", "")).startswith("http://"):
-        client.setdefault("allow_http", True)
+        if name in _CLIENT_OPTIONS:
+            client[name] = value
+        else:
+            config[option.lower()] = value  # for a few of these the prefix is part of the name
+        if name in _ENDPOINTS and value.startswith("http://"):
+            client.setdefault("allow_http", True)
     half = timedelta(seconds=timeout_s / 2)
     client |= {"timeout": half, "connect_timeout": half / 2}
     backoff = {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(milliseconds=500), "base": 2}

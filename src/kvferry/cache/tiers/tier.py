@@ -52,7 +52,11 @@ class Tier(Protocol):
         """
 
     def find(self, names: Sequence[ChunkName]) -> int:
-        """How many of `names`, from the first on, are there without a gap. Raises TierUnavailableError."""
+        """How many of `names`, from the first on, are there.
+
+        May be too many where somebody deletes from the middle of a chain; `read` then misses the chunk. Raises
+        TierUnavailableError.
+        """
 
     def delete(self, names: Sequence[ChunkName]) -> None:
         """Forget chunks; those that are not there are no error. Raises TierUnavailableError."""
