@@ -31,7 +31,7 @@ class MemoryTier:
         self.stopped: set[str | ChunkName] = set()
         self.mtimes: dict[ChunkName, int] = {}
         self.log: list[str] = []
-        self.num_inside = 0
+        self.num_inside = self.num_torn = 0
         self.num_closed = 0
         self.on_written: Callable[[ChunkMeta, bytes], None] = lambda meta, data: None
         self._changed = threading.Condition()

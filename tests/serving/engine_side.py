@@ -175,9 +175,12 @@ class EngineSide:
         """Keep the GPU's current stream busy."""
         torch.cuda._sleep(int(seconds * 1.5e9))  # type: ignore[no-untyped-call]
 
-    def lookup(self, seed: int, num_tokens: int, request: str = "r") -> dict[str, Any]:
-        found = self.client.lookup(request, prompt(seed, num_tokens))
-        return {"tokens": found.tokens, "lease": found.lease_id}
+    def lookup(self, seed: int, num_tokens: int, request: str = "r", wait_s: float = 0.0) -> dict[str, Any]:
+        found = self.client.lookup(request, prompt(seed, num_tokens), wait_s=wait_s)
+        return {"tokens": found.tokens, "lease": found.lease_id, "coming": found.coming}
+
+    def clear(self, seed: int | None = None, num_tokens: int = 0) -> dict[str, Any]:
+        return {"cleared": self.client.clear(None if seed is None else prompt(seed, num_tokens))}
 
     def retrieve(self, lease: int, blocks: Sequence[int], skip: int = 0) -> dict[str, Any]:
         job = self.client.retrieve(lease, blocks, skip)

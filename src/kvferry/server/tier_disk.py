@@ -55,6 +55,7 @@ class DiskSide:
         self._deleting: dict[ChunkName, int] = {}  # with its file's bytes
         self._unwritten_bytes = 0
         self.scanning = False
+        self._num_torn = 0
         self._cleared: set[Space | ChunkName] = set()  # since the scan began, which may find them still
         self._measuring = False
         self._measure_at = 0.0
@@ -150,6 +151,7 @@ class DiskSide:
 
     def on_scanned(self, scanned: TierScanned) -> None:
         """Take in what was found; what cannot be used is deleted."""
+        self._num_torn = scanned.num_torn
         limit, self.pool.capacity_bytes = self.pool.capacity_bytes, _NO_LIMIT  # the oldest go at the end, not now
         for stored in scanned.chunks:
             self._take_in(stored)
@@ -171,6 +173,7 @@ class DiskSide:
             "disk_used_bytes": self.pool.used_bytes,
             "disk_capacity_bytes": self.pool.capacity_bytes,
             "disk_evicted": self.index.counters.evicted,
+            "disk_torn": self._num_torn,
             "disk_scanning": self.scanning,
         }
 

@@ -95,12 +95,16 @@ class TierDone:
 
 @dataclass(frozen=True, slots=True)
 class TierScanned:
-    """Some of what is there, parents before children. `text` says why the scan ended early, where it did."""
+    """Some of what is there, parents before children. `text` says why the scan ended early, where it did.
+
+    `num_torn` is how many were found, and removed, that were not whole.
+    """
 
     tier: str
     chunks: tuple[StoredChunk, ...]
     ended: bool
     text: str = ""
+    num_torn: int = 0
 
 
 TierCompletion = TierDone | TierScanned

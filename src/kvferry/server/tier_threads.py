@@ -63,7 +63,9 @@ _OUTCOMES: tuple[tuple[type[TierError], Outcome], ...] = (
 
 @runtime_checkable
 class LocalTier(Protocol):
-    """A tier of this server alone, which can say what it has."""
+    """A tier of this server alone, which can say what it has. `num_torn` chunks were not whole, and are gone."""
+
+    num_torn: int
 
     def scan(self) -> Iterator[Sequence[StoredChunk]]:
         """All chunks that are there, some at a time, parents before children. Raises TierUnavailableError."""
@@ -194,13 +196,12 @@ class TierThreads:
 
     def _scan_some(self, task: ScanTier) -> None:
         """One step of the scan; the next one queues again, so that others have their turn."""
-        if self._scan is None:
-            assert isinstance(self.tier, LocalTier), self.tier
-            self._scan = self.tier.scan()
-        scan = self._scan
+        tier = self.tier
+        assert isinstance(tier, LocalTier), tier
+        scan = self._scan = self._scan or tier.scan()
         _, text, chunks = self._guarded(lambda: next(scan, None), None)
         ended = chunks is None
-        self._post(TierScanned(self.tier.name, tuple(chunks or ()), ended, text))
+        self._post(TierScanned(tier.name, tuple(chunks or ()), ended, text, tier.num_torn))
         if not ended:
             self.submit(task)
 
