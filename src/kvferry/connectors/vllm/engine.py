@@ -43,7 +43,9 @@ def scheduler_side(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSe
         store_generated=settings.store_generated,
         disk_wait_s=settings.disk_wait_s,
     )
-    promises = Promises(CacheClient(settings.url, timeout_s=ANSWER_S, required=False), transfer.engine_id)
+    promises = Promises(
+        CacheClient(settings.url, timeout_s=ANSWER_S, token=settings.token(), required=False), transfer.engine_id
+    )
     name_of = lru_cache(maxsize=1024)(lora_name)
     return SchedulerSide(
         rules, promises, lambda request, epoch: context_of(request, epoch=epoch, lora_identity=name_of)
@@ -61,7 +63,7 @@ def register(
     """Give this rank's KV cache to the server, now or when it is there; None where it cannot be shared."""
     group, num_blocks = kv_cache_config.kv_cache_groups[0], kv_cache_config.num_blocks
     specs = layer_specs(group)
-    client = CacheClient(settings.url, required=False)
+    client = CacheClient(settings.url, token=settings.token(), required=False)
     try:
         on_cpu = next(iter(kv_caches.values())).device.type == "cpu"
         isa = _cpu_isa(vllm_config, next(iter(specs.values()))) if on_cpu else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -29,6 +30,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         How long a request waits for KV that the server is loading from its lower tiers.
     load_timeout_s
         After so long a load is given up, and the tokens are computed.
+    token_file
+        File with the line NAME:SECRET, for servers that want a token.
     """
 
     url: str
@@ -37,6 +40,16 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     isolated_ipc: bool = False
     disk_wait_s: Annotated[float, Meta(ge=0, le=3600)] = 2.0
     load_timeout_s: _Seconds = 10.0
+    token_file: str = ""
+
+    def token(self) -> str | None:
+        """The token, or None where none is set. Raises ValueError where the file cannot be read."""
+        if not self.token_file:
+            return None
+        try:
+            return Path(self.token_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"token_file of KVFerryConnector: {error}") from None
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorSettings:

@@ -1,0 +1,205 @@
+"""A worker's jobs: whatever becomes of them, each request is reported, and each failed block is named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from connectors.vllm_doubles import Clock
+from kvferry.client import Job, RetrieveResult, StoreResult
+from kvferry.connectors.vllm.plans import JobEnd, LoadPlan, StepPlan, StorePlan
+from kvferry.connectors.vllm.worker import GRACE_S, WorkerSide
+from kvferry.errors import KVFerryError, RequestError, ServerGoneError
+from kvferry.layout import KeyContext
+from kvferry.protocol.messages import Error, Retrieved, Stored
+
+
+class Client:
+    """Hands out real jobs, which the test ends."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job[Any]] = []
+        self.cancelled = 0
+        self.error: KVFerryError | None = None
+        self.closed = False
+
+    def retrieve(self, lease_id: int, block_ids: Sequence[int], skip: int, *, timeout_s: float) -> Job[RetrieveResult]:
+        return self._add(Job(block_ids[skip // 8 :], Retrieved))
+
+    def store(self, tokens: Any, block_ids: Sequence[int], start: int, *, context: KeyContext) -> Job[StoreResult]:
+        return self._add(Job(block_ids, Stored))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _add(self, job: Job[Any]) -> Job[Any]:
+        if self.error is not None:
+            raise self.error
+        job.bind(self._count_cancel)
+        self.jobs.append(job)
+        return job
+
+    def _count_cancel(self) -> None:
+        self.cancelled += 1
+
+
+@pytest.fixture
+def client() -> Client:
+    return Client()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+Make = Callable[..., WorkerSide]
+
+
+@pytest.fixture
+def make(client: Client, clock: Clock) -> Make:
+    def make(can_drop_loads: bool = True) -> WorkerSide:
+        return WorkerSide(client, load_timeout_s=5.0, can_drop_loads=can_drop_loads, clock=clock)  # type: ignore[arg-type]
+
+    return make
+
+
+def load(job_id: int = 1, name: str = "r", lease: int = 7) -> StepPlan:
+    return StepPlan(loads=(LoadPlan(job_id, name, lease, (10, 11, 12, 13), 1, 8),))
+
+
+def store(job_id: int = 2) -> StepPlan:
+    return StepPlan(stores=(StorePlan(job_id, bytes(4 * 64), KeyContext(), tuple(range(8)), 0),))
+
+
+def told(worker: WorkerSide) -> tuple[set[str], set[int]]:
+    worker.poll(idle=False)
+    return worker.take_received(), worker.take_failed_blocks()
+
+
+def test_a_load_that_goes_well(client: Client, make: Make) -> None:
+    worker = make()
+    worker.start_loads(load())
+    assert told(worker) == (set(), set())
+    client.jobs[0].end(Retrieved(1, 1))
+    assert told(worker) == ({"r"}, set())
+    report = worker.take_report()
+    assert report is not None
+    assert report.ended == {1: JobEnd(1, False)}
+    assert told(worker) == (set(), set())  # once
+    assert worker.take_report() is None
+
+
+def test_exactly_the_failed_blocks_are_named(client: Client, make: Make) -> None:
+    worker = make()
+    worker.start_loads(load())
+    client.jobs[0].end(Error(1, "integrity", "damaged", failed_blocks=b"\x0d\0\0\0"))
+    assert told(worker) == ({"r"}, {13})
+    report = worker.take_report()
+    assert report is not None
+    assert report.ended == {1: JobEnd(1, True)}
+
+
+@pytest.mark.parametrize("error", [ServerGoneError("gone"), RequestError("lease", "overdue")])
+def test_what_cannot_begin_has_failed(client: Client, make: Make, error: KVFerryError) -> None:
+    worker = make()
+    client.error = error
+    worker.start_loads(load())
+    worker.start_stores(store())
+    assert told(worker) == ({"r"}, {11, 12, 13})  # the block that was there already is good
+    report = worker.take_report()
+    assert report is not None
+    assert report.ended == {1: JobEnd(1, True), 2: JobEnd(1, True)}
+
+
+def test_without_a_registration_everything_fails_at_once(make: Make) -> None:
+    worker = WorkerSide(None, load_timeout_s=5, can_drop_loads=True)
+    worker.start_loads(load())
+    worker.start_stores(store())
+    assert told(worker) == ({"r"}, {11, 12, 13})
+    worker.close()
+
+
+def test_a_load_that_vllm_changed_is_not_begun(client: Client, make: Make) -> None:
+    worker = make()
+    worker.start_loads(load(lease=0))
+    assert not client.jobs
+    assert told(worker) == ({"r"}, {11, 12, 13})
+
+
+def test_a_load_that_takes_too_long_is_stopped_then_given_up(client: Client, make: Make, clock: Clock) -> None:
+    worker = make()
+    worker.start_loads(load())
+    clock.now += 5.5
+    assert told(worker) == (set(), set())
+    assert client.cancelled == 0  # the server fails it by itself
+    clock.now += GRACE_S
+    assert told(worker) == (set(), set())
+    assert told(worker) == (set(), set())
+    assert client.cancelled == 1
+    clock.now += GRACE_S
+    worker.poll(idle=False)
+    assert worker.dropped == {"r"}
+    assert (worker.take_received(), worker.take_failed_blocks()) == ({"r"}, set())
+    report = worker.take_report()
+    assert report is not None
+    assert (report.ended, report.dropped) == ({}, {"r"})  # the blocks are not free yet
+
+    client.jobs[0].end(ServerGoneError("its process has ended"))
+    assert told(worker) == (set(), set())  # reporting twice would end the engine
+    report = worker.take_report()
+    assert report is not None
+    assert (report.ended, report.dropped) == ({1: JobEnd(1, True)}, set())
+
+
+def test_where_vllm_cannot_drop_a_load_the_request_waits(client: Client, make: Make, clock: Clock) -> None:
+    worker = make(can_drop_loads=False)
+    worker.start_loads(load())
+    clock.now += 1000
+    assert told(worker) == (set(), set())
+    client.jobs[0].end(ServerGoneError("its process has ended"))
+    assert told(worker) == ({"r"}, {11, 12, 13})
+
+
+def test_stores_are_counted_and_reported(client: Client, make: Make) -> None:
+    worker = make()
+    worker.start_stores(store())
+    client.jobs[0].end(Stored(1, 3, 2, 1))
+    told(worker)
+    counts = worker.counters.take()
+    assert (counts["chunks_stored"], counts["chunks_present"], counts["chunks_skipped"]) == (3, 2, 1)
+    report = worker.take_report()
+    assert report is not None
+    assert report.ended == {2: JobEnd(1, False)}
+
+
+def test_an_idle_step_waits_for_a_job_but_not_long(client: Client, make: Make) -> None:
+    worker = make()
+    worker.start_loads(load())
+    worker.poll(idle=True)
+    assert worker.take_received() == set()
+    client.jobs[0].end(Retrieved(1, 1))
+    worker.poll(idle=True)
+    assert worker.take_received() == {"r"}
+
+
+def test_each_kind_of_failure_is_logged_once_until_it_is_over(
+    client: Client, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    worker = make()
+    for number in range(3):
+        worker.start_loads(load(number))
+        client.jobs[-1].end(ServerGoneError("it went away"))
+        told(worker)
+    assert caplog.text.count("it went away") == 1
+    worker.start_loads(load(8))
+    client.jobs[-1].end(Retrieved(1, 1))
+    told(worker)
+    worker.start_loads(load(9))
+    client.jobs[-1].end(ServerGoneError("it went away"))
+    told(worker)
+    assert caplog.text.count("it went away") == 2

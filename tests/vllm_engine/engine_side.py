@@ -1,0 +1,140 @@
+"""A real vLLM engine, as commands. It steps only when told to, so that a test decides what happens in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import vllm
+from vllm import LLM, SamplingParams
+
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+
+
+class EngineSide:
+    """Everything that it and vLLM print goes into the file `log`."""
+
+    def __init__(self, model: str, log: str, connector: dict[str, Any] | None = None, **arguments: Any) -> None:
+        self._redirect(log)
+        if connector is not None:
+            arguments["kv_transfer_config"] = connector
+        defaults: dict[str, Any] = {
+            "dtype": "float32",  # bfloat16 is not the same from batch to batch
+            "block_size": 32,
+            "max_model_len": 2048,
+            "kv_cache_memory_bytes": 64 << 20,
+            "enable_prefix_caching": False,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+        }
+        self._llm = LLM(model=model, **(defaults | arguments))
+        self._engine = self._llm.llm_engine
+        self._outputs: dict[str, Any] = {}
+        self._started: dict[str, float] = {}
+        self._first: dict[str, float] = {}
+        self._number = 0
+
+    @staticmethod
+    def _redirect(log: str) -> None:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+
+    def version(self) -> dict[str, Any]:
+        return {"version": vllm.__version__}
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 16, **prompt: Any) -> dict[str, Any]:
+        """Greedy tokens of prompts that come in together, and what came out of caches."""
+        ids = self.submit(prompts, max_tokens, **prompt)["ids"]
+        self.run()
+        return self.results(ids)
+
+    def submit(self, prompts: list[list[int]], max_tokens: int = 16, **prompt: Any) -> dict[str, Any]:
+        """Let requests come in; `run` or `step` lets the engine work on them."""
+        ids = []
+        for tokens in prompts:
+            self._number += 1
+            name = f"r{self._number}"
+            params = SamplingParams(max_tokens=max_tokens, **GREEDY)
+            self._started[name] = time.perf_counter()
+            self._engine.add_request(name, {"prompt_token_ids": tokens, **prompt}, params)
+            ids.append(name)
+        return {"ids": ids}
+
+    def step(self, count: int = 1) -> dict[str, Any]:
+        """So many steps of the engine, as long as there is something to do."""
+        for _ in range(count):
+            if not self._engine.has_unfinished_requests():
+                break
+            for output in self._engine.step():
+                if output.outputs[0].token_ids:
+                    self._first.setdefault(output.request_id, time.perf_counter())
+                self._outputs[output.request_id] = output
+        return {"unfinished": self._engine.get_num_unfinished_requests()}
+
+    def run(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Step until all requests have ended; whether they have."""
+        deadline = time.monotonic() + timeout_s
+        while self._engine.has_unfinished_requests() and time.monotonic() < deadline:
+            self.step()
+        return {"done": not self._engine.has_unfinished_requests()}
+
+    def abort(self, ids: list[str]) -> None:
+        self._engine.abort_request(ids)
+
+    def results(self, ids: list[str]) -> dict[str, Any]:
+        found = [self._outputs[name] for name in ids]
+        return {
+            "tokens": [list(output.outputs[0].token_ids) for output in found],
+            "reasons": [output.outputs[0].finish_reason for output in found],
+            "cached": [output.num_cached_tokens or 0 for output in found],
+            "ttft_ms": [(self._first[name] - self._started[name]) * 1e3 for name in ids if name in self._first],
+        }
+
+    def blocks(self) -> dict[str, Any]:
+        """How many blocks are free, of how many."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return {"free": pool.get_num_free_blocks(), "all": pool.num_gpu_blocks - 1}
+
+    def preemptions(self) -> dict[str, Any]:
+        requests = list(self._scheduler.requests.values())
+        return {"count": sum(request.num_preemptions for request in requests)}
+
+    def reset_cache(self) -> dict[str, Any]:
+        return {"done": self._scheduler.reset_prefix_cache(reset_connector=True)}
+
+    def settle(self, timeout_s: float = 20.0) -> dict[str, Any]:
+        """Step as long as the connector asks for it, as an engine in a process of its own does."""
+        deadline = time.monotonic() + timeout_s
+        while self._scheduler.has_requests() and time.monotonic() < deadline:
+            self._engine.engine_core.engine_core.step()
+        return {"done": not self._scheduler.has_requests()}
+
+    def freeze_at_load(self, pid: int) -> None:
+        """Stop the process `pid` the next time that loads begin, before it can hear of them."""
+        worker = get_kv_transfer_group()._worker
+        start_loads = worker.start_loads
+
+        def freeze_first(plan: Any) -> None:
+            if plan.loads:
+                worker.start_loads = start_loads
+                os.kill(pid, signal.SIGSTOP)
+            start_loads(plan)
+
+        worker.start_loads = freeze_first
+
+    def loading(self) -> dict[str, Any]:
+        """How many loads have not ended."""
+        return {"count": len(get_kv_transfer_group()._worker._loads)}
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler

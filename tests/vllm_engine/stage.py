@@ -1,0 +1,87 @@
+"""A cache server and engines on it, for one test; and the tokens of an engine without KVferry."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from vllm_engine.processes import Engine, Server, Zygote
+
+__all__ = ["Reference", "Stage", "Zygote"]
+
+
+class Stage:
+    """A cache server and engines on it, for one test; ends all of them."""
+
+    def __init__(self, zygote: Zygote, folder: Path, model: Path) -> None:
+        self._zygote = zygote
+        self._model = model
+        self.folder = folder
+        self._numbers = itertools.count()
+        self._engines: list[Engine] = []
+        self._server: Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.folder / 'kv.sock'}"
+
+    @property
+    def server(self) -> Server:
+        assert self._server is not None
+        return self._server
+
+    def serve(self, *options: str) -> Server:
+        self._server = Server(self.folder / "kv.sock", *options)
+        return self._server
+
+    def connector(self, role: str = "kv_both", policy: str = "recompute", **extra: Any) -> dict[str, Any]:
+        """The --kv-transfer-config of an engine on this stage's server."""
+        return {
+            "kv_connector": "KVFerryConnector",
+            "kv_connector_module_path": "kvferry.connectors.vllm",
+            "kv_role": role,
+            "kv_load_failure_policy": policy,
+            "kv_connector_extra_config": {"url": self.url, **extra},
+        }
+
+    def engine(self, *, connector: dict[str, Any] | None = None, model: Path | None = None, **arguments: Any) -> Engine:
+        engine = self._zygote.start(
+            model=str(model or self._model),
+            log=str(self.folder / f"engine-{next(self._numbers)}.log"),
+            connector=connector or self.connector(),
+            **arguments,
+        )
+        self._engines.append(engine)
+        return engine
+
+    def log(self, number: int = 0) -> str:
+        """What an engine has printed."""
+        return (self.folder / f"engine-{number}.log").read_text()
+
+    def close(self) -> None:
+        try:
+            for engine in self._engines:
+                if engine.alive:
+                    engine.end()
+        finally:
+            if self._server is not None:
+                self._server.close()
+
+
+class Reference:
+    """The tokens that an engine without KVferry gives, remembered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def __call__(self, prompts: list[list[int]], max_tokens: int = 16) -> list[list[int]]:
+        """One by one, as nothing else may have a say in them."""
+        found = []
+        for prompt in prompts:
+            known = self._known.get(tuple(prompt), [])
+            if len(known) < max_tokens:
+                known = self._known[tuple(prompt)] = self._engine.generate([prompt], max_tokens)["tokens"][0]
+            found.append(known[:max_tokens])
+        return found
