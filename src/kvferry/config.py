@@ -89,7 +89,7 @@ class ServerConfig:
         metadata=Setting(
             name="socket-group",
             kind=Kind.TEXT,
-            help="Group that the Unix socket is given to, with mode 0660.",
+            help="Group whose members may connect; the Unix socket is given to it, with mode 0660.",
             allowed="the name or number of a group",
             check=bool,
         ).metadata,
@@ -159,8 +159,8 @@ class ServerConfig:
         metadata=Setting(
             name="tenant-quota",
             kind=Kind.SIZES,
-            help="How much memory a tenant may fill; * stands for those that are not named.",
-            allowed="TENANT=SIZE, a tenant being uid:NUMBER, token:NAME or *",
+            help="How much memory a tenant may fill; `*` stands for those that are not named.",
+            allowed="TENANT=SIZE, a tenant being `uid:NUMBER`, `token:NAME` or `*`",
             check=are_quotas,
         ).metadata,
     )
