@@ -6,6 +6,7 @@ The new process answers one line a command there, of which the first is `start`,
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -58,6 +59,7 @@ def serve(sock: socket.socket) -> None:
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    gc.freeze()  # else collections in the children copy the pages of all that was imported
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1, 1)
         if not data:

@@ -65,8 +65,12 @@ class Arena:
         self.server = self.zygote.begin("server", **self._config)
         return self.server
 
-    def kill_server(self) -> None:
+    def begin_outage(self) -> None:
+        """From now on engines may be told that the server is gone."""
         self.outages.append([time.monotonic(), float("inf")])
+
+    def kill_server(self) -> None:
+        self.begin_outage()
         self.server.kill()
         eventually(lambda: not self.server.alive)
 

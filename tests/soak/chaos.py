@@ -84,6 +84,7 @@ class Chaos:
             self._kill_engine(engine, None)
             self._kill_engine(engine, self.dice.choice(("connect", "register", "register", "lookup")))
         elif way == "stopping server":
+            self.arena.begin_outage()
             self.arena.server.ask("stop")
             time.sleep(self.dice.random() ** 2 * 0.05)
             self._kill_server("stopping")
