@@ -19,7 +19,7 @@ def test_sessions_opened_and_dropped_leave_nothing(zygote: Zygote, tmp_path: Pat
     stage = Stage(zygote, tmp_path, listen="tcp://127.0.0.1:0", token_file=token_file(tmp_path))
     try:
         _, tcp = stage.server.call("urls")["urls"]
-        watcher = welcomed(tcp, TOKENS["a"])
+        watcher = welcomed(stage.path, TOKENS["a"])
         churn(stage, tcp, 350)
         settle(watcher)
         before, files = footprint(stage.server.pid)

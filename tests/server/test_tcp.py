@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,32 +22,13 @@ from kvferry.protocol.messages import Error, FdBatch, Ping, Pong, Register
 from kvferry.server import CacheServer
 from kvferry.server.listener import TcpListener
 from serving.engine_side import CHUNK_TOKENS
-from serving.process import Side, SideError, Stage, Zygote, eventually
+from serving.process import SideError, Zygote, eventually
+from serving.tcp import TcpStage, tcp_stage
 from serving.tokens import TOKENS, text_of, token_file, token_server, welcomed
 
 BLOCKS = [7, 3, 11, 0, 5, 1, 2, 4, 9, 8, 6, 10]
 TOKENS_ASKED = 3 * CHUNK_TOKENS
-A, B = TOKENS["a"], TOKENS["b"]
-
-
-class TcpStage:
-    """A server in a process of its own, at TCP too, and engines on it."""
-
-    def __init__(self, zygote: Zygote, folder: Path, **config: Any) -> None:
-        self.stage = Stage(zygote, folder, listen="tcp://127.0.0.1:0", token_file=token_file(folder), **config)
-        self.unix, self.tcp = self.stage.server.call("urls")["urls"]
-
-    def engine(self, token: str = "a", **arguments: Any) -> Side:
-        return self.stage.engine(url=self.tcp, token=text_of(TOKENS[token]), **arguments)
-
-
-@contextlib.contextmanager
-def tcp_stage(zygote: Zygote, folder: Path, **config: Any) -> Iterator[TcpStage]:
-    made = TcpStage(zygote, folder, **config)
-    try:
-        yield made
-    finally:
-        made.stage.close()
+A = TOKENS["a"]
 
 
 @pytest.fixture
@@ -69,10 +49,10 @@ def test_gpu_memory_is_shared_by_handles_alone(gpus: TcpStage) -> None:
     assert other.call("retrieve", lease=found["lease"], blocks=target)["failed"] == []
     assert other.call("digest", blocks=target)["digest"] == want
     # Two mappings an engine: its cache, and the words of its events.
-    assert gpus.stage.server.call("mappings")["mapped"] == 4
+    assert gpus.mapped() == 4
     for engine in (first, other):
         engine.call("unregister")
-    assert gpus.stage.server.call("mappings")["mapped"] == 0
+    assert gpus.mapped() == 0
 
 
 def test_tenants_are_apart(gpus: TcpStage) -> None:
@@ -95,7 +75,7 @@ def test_a_killed_engines_memory_is_given_back(gpus: TcpStage) -> None:
     victim = gpus.engine(register={"engine_id": "victim"}, device="double")
     victim.call("store", seed=2, num_tokens=TOKENS_ASKED, blocks=BLOCKS, wait=False)
     victim.kill()  # its kernel says so
-    eventually(lambda: gpus.stage.server.call("mappings")["mapped"] == 0, 2)
+    eventually(lambda: gpus.mapped() == 0, 2)
     eventually(lambda: watcher.call("stats")["stats"]["sessions"] == 1, 2)
     assert gpus.stage.server.fds() == before
 
@@ -106,16 +86,16 @@ def test_silence_is_a_death_and_heartbeats_are_a_life(zygote: Zygote, tmp_path: 
         quiet = gpus.engine(register={"engine_id": "quiet"}, device="double")
         gpus.stage.wait_for_memory(quiet)
         stopped = gpus.engine(register={"engine_id": "stopped"}, device="double")
-        assert gpus.stage.server.call("mappings")["mapped"] == 4
+        assert gpus.mapped() == 4
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
-            eventually(lambda: gpus.stage.server.call("mappings")["mapped"] == 2, 10)
+            eventually(lambda: gpus.mapped() == 2, 10)
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
         stats = quiet.call("stats")["stats"]  # it had nothing to say either, for as long
         assert stats["sessions_silent"] == 1
         assert stats["sessions_broken"] == 0
-        eventually(lambda: gpus.stage.server.call("mappings")["mapped"] == 4, 10)
+        eventually(lambda: gpus.mapped() == 4, 10)
         assert stopped.call("store", seed=1, num_tokens=TOKENS_ASKED, blocks=BLOCKS)["stored"] == 3
 
 

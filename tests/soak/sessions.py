@@ -61,7 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stage = Stage(zygote, Path(folder), listen="tcp://127.0.0.1:0", token_file=token_file(Path(folder)))
         _, tcp = stage.server.call("urls")["urls"]
-        watcher = welcomed(tcp, TOKENS["a"])
+        watcher = welcomed(stage.path, TOKENS["a"])
         started = time.monotonic()
         for number in range(count + 1):
             if number % max(1, count // 10) == 0:
