@@ -269,6 +269,7 @@ class CacheClient:
         registration = self._presence.registration
         if stopped and registration is not None:  # else a server may still copy: what is shared stays
             registration.close()
+            self._presence.registration = None
 
     def __enter__(self) -> Self:
         return self

@@ -133,6 +133,8 @@ class Connection:
             ended = [*self._former, *([self._link] if self._link is not None and not self._link.usable else [])]
         for link in ended:
             link.close(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            self._former = [link for link in self._former if not link.ended]
         return all(link.ended for link in ended)
 
     def close(self, timeout_s: float, farewell: Callable[[Link], None]) -> bool:
