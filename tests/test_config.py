@@ -49,7 +49,7 @@ def test_defaults_are_what_the_checks_let_pass() -> None:
         ({"tenant_quotas": {"*": -1}}, "tenant_quotas"),
         ({"verify_memory": 1}, "true or false"),
         ({"metrics": "localhost"}, "HOST:PORT"),
-        ({"stall_s": 0.0}, "from 0.1 to 86400"),
+        ({"stall_s": 1.0}, "from 2 to 86400"),
         ({"log_format": "xml"}, "text, json"),
         ({"log_level": "all"}, "debug, info"),
     ],

@@ -186,9 +186,7 @@ class ServerConfig:
     )
     stall_s: float = field(
         default=5.0,
-        metadata=seconds(
-            "stall-s", "A thread that has not moved for so long makes the server unhealthy.", 0.1
-        ).metadata,
+        metadata=seconds("stall-s", "A thread that has not moved for so long makes the server unhealthy.", 2).metadata,
     )
     log_format: str = field(
         default="text", metadata=choice("log-format", "How records are written, one a line.", LOG_FORMATS).metadata

@@ -129,11 +129,11 @@ def test_a_switch_has_two_flags(flag: str, expected: str) -> None:
 
 def test_flags_go_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
     file = tmp_path / "kv.toml"
-    file.write_text('socket = "f"\nmemory = "1MiB"\nmax_sessions = 1\nstall_s = 1\n')
+    file.write_text('socket = "f"\nmemory = "1MiB"\nmax_sessions = 1\nstall_s = 7\n')
     environ = {"KVFERRY_MEMORY": "2MiB", "KVFERRY_MAX_SESSIONS": "2", "KVFERRY_CONFIG": str(file)}
     loaded = load_config({"max_sessions": "3"}, None, environ)
     config = loaded.config
-    assert (config.socket_path, config.stall_s, config.memory_bytes, config.max_sessions) == ("f", 1.0, 2 << 20, 3)
+    assert (config.socket_path, config.stall_s, config.memory_bytes, config.max_sessions) == ("f", 7.0, 2 << 20, 3)
     assert [loaded.sources[field] for field in ("stall_s", "memory_bytes", "max_sessions", "device")] == [
         f"file {file}, key stall_s",
         "environment KVFERRY_MEMORY",
