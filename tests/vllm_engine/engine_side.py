@@ -36,6 +36,7 @@ class EngineSide:
         self._outputs: dict[str, Any] = {}
         self._started: dict[str, float] = {}
         self._first: dict[str, float] = {}
+        self._preempted: set[str] = set()
         self._number = 0
 
     @staticmethod
@@ -71,7 +72,9 @@ class EngineSide:
         for _ in range(count):
             if not self._engine.has_unfinished_requests():
                 break
-            for output in self._engine.step():
+            outputs = self._engine.step()
+            self._preempted |= {name for name, request in self._scheduler.requests.items() if request.num_preemptions}
+            for output in outputs:
                 if output.outputs[0].token_ids:
                     self._first.setdefault(output.request_id, time.perf_counter())
                 self._outputs[output.request_id] = output
@@ -102,8 +105,8 @@ class EngineSide:
         return {"free": pool.get_num_free_blocks(), "all": pool.num_gpu_blocks - 1}
 
     def preemptions(self) -> dict[str, Any]:
-        requests = list(self._scheduler.requests.values())
-        return {"count": sum(request.num_preemptions for request in requests)}
+        """How many requests were preempted so far, as seen after each step."""
+        return {"count": len(self._preempted)}
 
     def reset_cache(self) -> dict[str, Any]:
         return {"done": self._scheduler.reset_prefix_cache(reset_connector=True)}
