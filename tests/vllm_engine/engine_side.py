@@ -11,6 +11,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import vllm
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 
