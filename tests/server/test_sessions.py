@@ -30,7 +30,7 @@ from kvferry.protocol.messages import (
     Welcome,
 )
 from kvferry.server.admission import Admission
-from kvferry.server.lookups import KeyRun
+from kvferry.server.key_run import KeyRun
 from kvferry.server.peer import credentials, open_pidfd
 from serving.engine_side import CHUNK_TOKENS
 from serving.process import Stage, Zygote, eventually

@@ -203,7 +203,7 @@ def test_ranks_that_do_not_fit_are_refused(stage: Stage) -> None:
         ({"engine_id": "tp", "world_size": 2, "rank": 1}, r"geometry.*\[geometry\]"),
         ({"engine_id": "tp", "world_size": 3, "rank": 1}, r"world size 3.*\[geometry\]"),
         ({"engine_id": "tp", "world_size": 2, "rank": 1, "model": "x"}, r"model x.*\[geometry\]"),
-        ({"engine_id": "tp", "world_size": 2, "rank": 2}, r"\[rank\]"),
+        ({"engine_id": "tp", "world_size": 2, "rank": 2}, "ranks start at 0"),
     )
     for register, words in cases:
         with pytest.raises(SideError, match=words):
@@ -228,8 +228,11 @@ def test_a_rank_registers_again_after_it_unregistered(stage: Stage) -> None:
         assert stage.server.call("mappings")["mapped"] == 0
         engine.call("register")
         assert engine.call("lookup", seed=1, num_tokens=CHUNK_TOKENS)["tokens"] == CHUNK_TOKENS
+    mapped = stage.server.call("mappings")
+    engine.call("register")
+    assert stage.server.call("mappings") == mapped
     with pytest.raises(SideError, match="unregister"):
-        engine.call("register")
+        engine.call("register", engine_id="another")
 
 
 def test_a_hung_engine_holds_up_nobody_and_its_job_can_be_cancelled(stage: Stage) -> None:

@@ -23,7 +23,7 @@ class ChunkState(enum.Enum):
 
 
 class Chunk:
-    """One chunk of one rank's KV: where it lies, and its place in the tree. Only `ChunkIndex` changes it.
+    """One chunk of one rank's KV: where it lies, and its place in the tree. Its index changes it, but for `digest`.
 
     `depth` counts the chunks of the chain that ends here; it is `visible` once all of them are committed, and `dirty`
     while lower tiers do not have it yet. `digest` is the checksum of its bytes, where one is kept.
@@ -121,8 +121,6 @@ class IndexCounters:
     `skipped_behind`: what could have gone is not in the lower tiers yet.
     """
 
-    hits: int = 0
-    misses: int = 0
     committed: int = 0
     aborted: int = 0
     evicted: int = 0

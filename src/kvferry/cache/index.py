@@ -40,11 +40,10 @@ class ChunkIndex(ChunkTree):
     def __repr__(self) -> str:
         return f"<ChunkIndex {self._num_chunks} chunks in {len(self._spaces)} spaces>"
 
-    def lookup(self, space: Space, keys: Sequence[bytes], *, count: bool = True) -> Chunk | None:
+    def lookup(self, space: Space, keys: Sequence[bytes]) -> Chunk | None:
         """The last chunk of the longest prefix of `keys` that is all committed. To look is not to use; `pin` is.
 
-        A chunk is there only if all before it are, so this asks for few of the keys, by halves. Without `count` it is
-        no hit or miss: who asks will ask again.
+        A chunk is there only if all before it are, so this asks for few of the keys, by halves.
         """
         get = self._spaces.get(space, {}).get
         found: Chunk | None = None
@@ -57,9 +56,6 @@ class ChunkIndex(ChunkTree):
             else:
                 high = probe - 1
             probe = (low + high + 1) // 2
-        if count:
-            self.counters.hits += low
-            self.counters.misses += len(keys) - low
         return found
 
     def reserve(

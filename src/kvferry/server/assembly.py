@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.cache import ChunkIndex, LeaseTable, Quotas, SlabPool
+from kvferry.cache import ChunkIndex, LeaseTable, MissLog, Quotas, SlabPool
 from kvferry.config import ServerConfig
 from kvferry.errors import DeadlineError
 from kvferry.ipc.table import process_table
@@ -65,6 +65,7 @@ def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, 
     workers = Workers(devices.make_host, devices.make_gpu, devices.gpus, memory_address=memory.address, post=loop.post)
     state = _state(config, memory, workers, loop.post, undo)
     health = Health(config.stall_s)
+    health.watch(workers.pulses)
     health.watch(state.tiers.pulses)
     mapped = process_table().mappings.stats
     state.more_values += [health.values, state.tiers.values, lambda: {"mapped_bytes": mapped().mapped_bytes}]
@@ -94,10 +95,14 @@ def _state(
 ) -> State:
     """The cache core: pool, index, leases, lower tiers."""
     pool = SlabPool()
-    index = ChunkIndex(pool, quotas=Quotas(config.tenant_quotas))
+    misses = MissLog()
+    index = ChunkIndex(pool, quotas=Quotas(config.tenant_quotas), misses=misses)
     leases = LeaseTable(index, config.lease_ttl_s)
     tiers = make_tiers(config, index, pool=pool, memory_address=memory.address, post=post, undo=undo)
-    return State(pool, index, leases, workers, tiers, max(nbytes for _, nbytes in memory.pieces))
+    largest_slot = max(nbytes for _, nbytes in memory.pieces)
+    return State(
+        pool, index, leases, misses, workers, tiers, largest_slot=largest_slot, verify_memory=config.verify_memory
+    )
 
 
 def _sessions(config: ServerConfig, loop: Loop[Any], state: State, patience: Patience) -> Sessions:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.copy import CopyPlan
-from kvferry.errors import CopyCancelled, KVFerryError
+from kvferry.errors import ChunkCorruptError, CopyCancelled, KVFerryError
 from kvferry.protocol.messages import BLOCK_ID_BYTES
+from kvferry.server.checksums import count_good, digests_of
 from kvferry.server.device import Device
 from kvferry.server.failures import failure_of
 from kvferry.server.opened import OpenedCache
@@ -31,6 +32,7 @@ class _Copy:
     task: CopyTask
     next_chunk: int = 0
     plan: CopyPlan | None = None
+    digests: list[bytes] = field(default_factory=list)  # of what was gathered
 
 
 class CopyQueue:
@@ -152,8 +154,19 @@ class CopyQueue:
         if self._is_cancelled(copy):
             raise CopyCancelled("cancelled before it began")
         assert copy.plan is not None
-        move = device.copier.gather if task.direction is Direction.GATHER else device.copier.scatter
-        move(copy.plan.part(copy.next_chunk, stop), lambda: self._is_cancelled(copy))
+        part = copy.plan.part(copy.next_chunk, stop)
+        if task.direction is Direction.GATHER:
+            device.copier.gather(part, lambda: self._is_cancelled(copy))
+            if task.digests is not None:
+                copy.digests += digests_of(part)
+            return
+        num_good = len(part.flats)
+        if task.digests is not None:
+            num_good = count_good(part, task.digests[copy.next_chunk : stop])
+        device.copier.scatter(part.part(0, num_good), lambda: self._is_cancelled(copy))
+        if num_good < len(part.flats):
+            copy.next_chunk += num_good
+            raise ChunkCorruptError("its bytes in memory are not those that were stored: their checksum has changed")
 
     def _chunks_a_step(self, task: CopyTask, device: Device) -> int:
         blocks = len(task.block_ids) // BLOCK_ID_BYTES // len(task.offsets)
@@ -180,4 +193,4 @@ class CopyQueue:
 
     def _end(self, copy: _Copy, failure: Failure | None) -> None:
         self._cancelled.discard(copy.task.job_id)
-        self._post(CopyDone(copy.task.cache_id, copy.task.job_id, copy.next_chunk, failure))
+        self._post(CopyDone(copy.task.cache_id, copy.task.job_id, copy.next_chunk, failure, tuple(copy.digests)))

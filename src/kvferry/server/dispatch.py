@@ -48,6 +48,8 @@ def make_handlers(registrar: Registrar, lookups: Lookups, jobs: Jobs) -> dict[ty
         Lookup: lookups.lookup,
         Release: lookups.release,
         Attach: lookups.attach,
+        Prefetch: lookups.prefetch,
+        Clear: lookups.clear,
         Store: jobs.store,
         Retrieve: jobs.retrieve,
         Cancel: jobs.cancel,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.errors import (
     BlockIdError,
+    ChunkCorruptError,
     CopyCancelled,
     CudaError,
     DeadlineError,
@@ -19,6 +20,7 @@ from kvferry.server.tasks import Failure
 # The first that fits counts, so a class comes before its base.
 _CODES: tuple[tuple[type[Exception], str], ...] = (
     (BlockIdError, "block_ids"),
+    (ChunkCorruptError, "integrity"),
     (LayoutError, "layout"),
     (WireError, "wire"),
     (UnknownDeviceError, "device"),

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.cache import Chunk, ChunkState, Reservation, slot_bytes
+from kvferry.cache import Chunk, ChunkState, Miss, Reservation, slot_bytes
 from kvferry.errors import BlockIdError, ProtocolError, RequestError
 from kvferry.protocol.messages import BLOCK_ID_BYTES, Cancel, Error, Message, Retrieve, Retrieved, Store, Stored
-from kvferry.server.lookups import KeyRun
+from kvferry.server.key_run import KeyRun
 from kvferry.server.session import CacheState, RankCache, Session
 from kvferry.server.state import State
 from kvferry.server.tasks import CopyDone, CopyTask, Direction, Failure
+
+_LOG = logging.getLogger(__name__)
 
 MAX_JOBS = 1024  # of one session, at one time
 # How much of the memory the stores of one session may hold before they are whole, so that an engine whose GPU is slow,
 # or hangs, leaves some to others. Not less: a prompt that takes most of the memory is kept too.
 UNCOMMITTED_SHARE = 0.75
+_DAMAGED = "integrity"
+_BROKEN = ("cuda", "memory", "internal")  # failures of a copy on its way, not of what was asked for
+_CUT = Failure("cut", "a chunk of the promise cannot be delivered, to this rank or another; what comes before it was")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +44,14 @@ class _RetrieveJob:
     cache: RankCache
     seq: int
     lease_id: int
-    last: Chunk
-    block_ids: bytes
+    num_promised: int
+    block_ids: bytes  # for all that was promised
     skip_blocks: int
+    last: Chunk | None  # of what can be delivered
+
+    @property
+    def blocks_a_chunk(self) -> int:
+        return len(self.block_ids) // BLOCK_ID_BYTES // self.num_promised
 
 
 class Jobs:
@@ -87,19 +98,27 @@ class Jobs:
         cache = self._live_cache(session, message.seq)
         geometry = cache.engine.geometry
         lease = self._state.leases.get(message.lease_id)
-        share = None if lease is None or lease.scope != cache.engine.key else lease.shares.get(cache.rank)
+        if lease is None or lease.scope != cache.engine.key or cache.rank not in lease.shares:
+            raise _no_share(cache)
+        share, num_promised = lease.shares[cache.rank], lease.num_promised
         # An engine that came back with another layout has the same id, and must not get what the old one left.
-        if share is None or share.space != cache.entry.space:
-            raise RequestError("lease", f"no share of rank {cache.rank} under that lease: taken, released or overdue")
+        if share is not None and share.space != cache.entry.space:
+            raise _no_share(cache)
         blocks = geometry.chunk_tokens // geometry.block_size
-        block_ids = message.block_ids[: share.depth * blocks * BLOCK_ID_BYTES]
-        _check_count(block_ids, share.depth, blocks)
-        if message.skip_blocks > share.depth * blocks:
-            raise BlockIdError(f"{message.skip_blocks} blocks to skip of {share.depth * blocks}")
+        block_ids = message.block_ids[: num_promised * blocks * BLOCK_ID_BYTES]
+        _check_count(block_ids, num_promised, blocks)
+        if message.skip_blocks > num_promised * blocks:
+            raise BlockIdError(f"{message.skip_blocks} blocks to skip of {num_promised * blocks}")
         self._state.counters.retrieves += 1
+        job = _RetrieveJob(
+            session, cache, message.seq, message.lease_id, num_promised, block_ids, message.skip_blocks, share
+        )
+        if share is None:
+            session.send(self._answer_retrieve(job, 0, None))
+            return
         self._state.index.pin(share)
-        job = _RetrieveJob(session, cache, message.seq, message.lease_id, share, block_ids, message.skip_blocks)
-        self._submit(job, Direction.SCATTER, block_ids, chunks=share.chain(), message=message)
+        here = block_ids[: share.depth * blocks * BLOCK_ID_BYTES]
+        self._submit(job, Direction.SCATTER, here, chunks=share.chain(), message=message)
 
     def cancel(self, session: Session, message: Cancel) -> None:
         """Stop a job; its own reply says when. One that has ended is no error."""
@@ -113,34 +132,59 @@ class Jobs:
         job.cache.worker.settle(done.job_id)
         job.session.jobs.pop(job.seq, None)
         if isinstance(job, _StoreJob):
-            job.session.send(self._end_store(job, done.failure))
+            job.session.send(self._end_store(job, done))
         else:
             job.session.send(self._end_retrieve(job, done))
 
-    def _end_store(self, job: _StoreJob, failure: Failure | None) -> Message:
+    def _end_store(self, job: _StoreJob, done: CopyDone) -> Message:
         counters, chunks = self._state.counters, job.reservation.chunks
         job.session.uncommitted_bytes -= job.held_bytes
-        if failure is not None:
+        if done.failure is not None:
             self._state.index.abort(chunks)
             counters.stores_failed += 1
-            return Error(job.seq, failure.code, failure.text)
+            return Error(job.seq, done.failure.code, done.failure.text)
         counters.bytes_stored += len(chunks) * job.cache.engine.geometry.chunk_bytes
+        if done.digests:
+            for chunk, digest in zip(chunks, done.digests, strict=True):
+                chunk.digest = digest
         tiers = self._state.tiers
         tiers.on_stored(self._state.index.commit(chunks, dirty=tiers.exist))
         num_kept = sum(chunk.state is ChunkState.COMMITTED for chunk in chunks)
         return _stored(job.seq, job.reservation, num_kept)
 
     def _end_retrieve(self, job: _RetrieveJob, done: CopyDone) -> Message:
-        counters = self._state.counters
+        assert job.last is not None
+        self._state.counters.bytes_retrieved += done.num_chunks * job.cache.engine.geometry.chunk_bytes
+        if done.failure is not None and done.failure.code == _DAMAGED:
+            self._lose(job.last.at_depth(done.num_chunks + 1), done.failure)
+        elif done.failure is not None and done.failure.code in _BROKEN:
+            self._state.leases.cut(job.lease_id, done.num_chunks)
         self._state.index.unpin(job.last)
-        counters.bytes_retrieved += done.num_chunks * job.cache.engine.geometry.chunk_bytes
-        if done.failure is None:
+        return self._answer_retrieve(job, done.num_chunks, done.failure)
+
+    def _answer_retrieve(self, job: _RetrieveJob, num_good: int, failure: Failure | None) -> Message:
+        """What to tell a client whose first `num_good` chunks are in place: all is well, or which blocks failed.
+
+        What another rank has not got counts as failed here, too, so that all ranks go by the same length.
+        """
+        lease = self._state.leases.get(job.lease_id)
+        if lease is not None:
+            num_good = min(num_good, lease.num_chunks)
+        failed = job.block_ids[max(job.skip_blocks, num_good * job.blocks_a_chunk) * BLOCK_ID_BYTES :]
+        if failure is None and not failed:
             self._state.leases.take(job.lease_id, job.cache.rank)
-            return Retrieved(job.seq, done.num_chunks)
-        counters.retrieves_failed += 1
-        blocks = len(job.block_ids) // BLOCK_ID_BYTES // job.last.depth
-        first = max(job.skip_blocks, done.num_chunks * blocks) * BLOCK_ID_BYTES
-        return Error(job.seq, done.failure.code, done.failure.text, job.block_ids[first:])
+            return Retrieved(job.seq, num_good)
+        self._state.counters.retrieves_failed += 1
+        failure = failure or _CUT
+        return Error(job.seq, failure.code, failure.text, failed)
+
+    def _lose(self, chunk: Chunk, failure: Failure) -> None:
+        """Forget a chunk whose bytes are not those that were stored, and all promises of it."""
+        if chunk.state is not ChunkState.GONE:
+            self._state.counters.chunks_damaged += 1
+            _LOG.error("%r: %s", chunk, failure.text)
+        self._state.index.discard(chunk, Miss.INTEGRITY)
+        self._state.leases.lose(chunk)
 
     def _chunks_left(self, session: Session, slot: int) -> int:
         """How many chunks more the session may hold uncommitted; at least one where it holds none."""
@@ -163,9 +207,10 @@ class Jobs:
             direction=direction,
             block_ids=block_ids,
             offsets=tuple(chunk.offset for chunk in chunks),
-            skip_blocks=job.skip_blocks if isinstance(job, _RetrieveJob) else 0,
+            skip_blocks=min(job.skip_blocks, len(block_ids) // BLOCK_ID_BYTES) if isinstance(job, _RetrieveJob) else 0,
             ticket=message.ticket,
             deadline=time.monotonic() + message.timeout_s,
+            digests=tuple(chunk.digest for chunk in chunks) if self._state.verify_memory else None,
         )
         self._jobs[job_id] = job
         job.session.jobs[job.seq] = job_id
@@ -195,3 +240,7 @@ def _check_count(block_ids: bytes, num_chunks: int, blocks_a_chunk: int) -> int:
 
 def _stored(seq: int, reservation: Reservation, num_stored: int) -> Stored:
     return Stored(seq, num_stored, reservation.num_present, reservation.num_skipped)
+
+
+def _no_share(cache: RankCache) -> RequestError:
+    return RequestError("lease", f"no share of rank {cache.rank} under that lease: taken, released or overdue")

@@ -154,6 +154,7 @@ class CacheServer:
         parts = self._parts
         parts.state.leases.expire(now)
         parts.sessions.tick(now)
+        parts.sessions.lookups.tick(now)
         parts.state.tiers.tick(now)
         parts.health.tick(now)
         if self._stop_by is not None:
@@ -163,8 +164,8 @@ class CacheServer:
             return 0.1
         for acceptor in parts.acceptors:
             acceptor.tick(now)
-        expiry = parts.state.leases.next_expiry()
-        return 1.0 if expiry is None else expiry - now
+        times = (parts.state.leases.next_expiry(), parts.sessions.lookups.next_deadline())
+        return min([1.0, *(time - now for time in times if time is not None)])
 
     def _on_item(self, item: object) -> None:
         if isinstance(item, _Stop):

@@ -61,8 +61,9 @@ class Sessions:
         state.more_values.append(lambda: {"sessions": len(self._sessions)})
         self.registrar = Registrar(state, self._on_cache_closed)
         self.jobs = Jobs(state)
+        self.lookups = Lookups(state)
         greeter = Greeter(tokens, incarnation=incarnation, heartbeat_s=patience.heartbeat_s, on_proven=self._on_proven)
-        handlers = make_handlers(self.registrar, Lookups(state), self.jobs)
+        handlers = make_handlers(self.registrar, self.lookups, self.jobs)
         self._dispatcher = Dispatcher(
             greeter, self.registrar, handlers={**handlers, Stats: self._stats}, refuse=self._refuse
         )
@@ -107,6 +108,7 @@ class Sessions:
             self._loop.forget(session.pidfd)
             os.close(session.pidfd)
             session.pidfd = None
+        self.lookups.drop(session)
         self._state.leases.release_owner(session.session_id)
         self.registrar.close(session)
         self._finish(session)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from kvferry.cache import ChunkIndex, LeaseTable, SlabPool
+from kvferry.cache import ChunkIndex, LeaseTable, MissLog, SlabPool
 from kvferry.server.engines import EngineTable
 from kvferry.server.refusals import Refusals
 from kvferry.server.tiering import LowerTiers
@@ -18,12 +18,15 @@ class Counters:
     """What has happened since the start."""
 
     lookups: int = 0
+    chunks_hits: int = 0
+    chunks_misses: int = 0
     stores: int = 0
     stores_failed: int = 0
     retrieves: int = 0
     retrieves_failed: int = 0
     bytes_stored: int = 0
     bytes_retrieved: int = 0
+    chunks_damaged: int = 0
     registrations: int = 0
     sessions_broken: int = 0
     sessions_silent: int = 0
@@ -36,9 +39,11 @@ class State:
     pool: SlabPool
     index: ChunkIndex
     leases: LeaseTable
+    misses: MissLog
     workers: Workers
     tiers: LowerTiers
     largest_slot: int  # bytes that one chunk may have
+    verify_memory: bool = False
     engines: EngineTable = field(default_factory=EngineTable)
     counters: Counters = field(default_factory=Counters)
     refusals: Refusals = field(default_factory=Refusals)
@@ -52,6 +57,7 @@ class State:
             **asdict(self.counters),
             **self.refusals.values(),
             **index,
+            **self.misses.values(),
             "chunks": len(self.index),
             "engines": len(self.engines),
             "leases": len(self.leases),

@@ -57,7 +57,8 @@ class CopyTask:
     """Copy whole chunks, once `ticket` is done and before `deadline` (`time.monotonic`).
 
     `block_ids` are int32, equally many a chunk; chunk `i` lies at `offsets[i]` of the server's memory. The first
-    `skip_blocks` blocks are left as they are.
+    `skip_blocks` blocks are left as they are. Where there are `digests`, one a chunk, what is gathered gets a checksum,
+    and what is scattered is checked against its own first (but for one of no bytes, which is not known).
     """
 
     cache_id: int
@@ -68,6 +69,7 @@ class CopyTask:
     skip_blocks: int
     ticket: Ticket | None
     deadline: float
+    digests: tuple[bytes, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,16 @@ class CacheOpened:
 
 @dataclass(frozen=True, slots=True)
 class CopyDone:
-    """A copy has ended, and no byte of it moves any more: the first `num_chunks` are whole."""
+    """A copy has ended, and no byte of it moves any more: the first `num_chunks` are whole.
+
+    `digests` are the checksums of what was gathered, where they were asked for.
+    """
 
     cache_id: int
     job_id: int
     num_chunks: int
     failure: Failure | None = None
+    digests: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
