@@ -218,6 +218,11 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         load_config({"socket_path": "s"}, tmp_path / "none", {})
 
 
+def test_a_path_of_the_file_that_is_empty_is_told() -> None:
+    with pytest.raises(ValueError, match="KVFERRY_CONFIG is empty; it must be the path"):
+        load_config({"socket_path": "s"}, None, {"KVFERRY_CONFIG": ""})
+
+
 def test_a_value_that_is_hidden_by_another_source_has_to_be_right_too() -> None:
     with pytest.raises(ValueError, match="environment KVFERRY_MEMORY"):
         load_config({"socket_path": "s", "memory_bytes": "1GiB"}, None, {"KVFERRY_MEMORY": "lots"})

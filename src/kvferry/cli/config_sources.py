@@ -50,7 +50,9 @@ def load_config(flags: Mapping[str, Any], file: Path | None, environ: Mapping[st
     `flags` are what was given on the command line by the fields' names, None or empty where nothing was. Raises
     ValueError with one line that names the setting, its source and what is allowed.
     """
-    if file is None and environ.get(CONFIG_VARIABLE):
+    if file is None and CONFIG_VARIABLE in environ:
+        if not environ[CONFIG_VARIABLE]:
+            raise ValueError(f"{CONFIG_VARIABLE} is empty; it must be the path of a TOML file, or not be set")
         file = Path(environ[CONFIG_VARIABLE])
     layers = ({} if file is None else _from_file(file), _from_environment(environ), _from_flags(flags))
     settings, given = server_settings(), dict[str, Given]()

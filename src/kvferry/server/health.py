@@ -51,7 +51,7 @@ class Health:
         reasons = tuple(text for text in (self._failure, *stalls) if text is not None)
         was_healthy, self.report = self.report.healthy, Report(not reasons, reasons)
         if reasons and was_healthy:
-            _LOG.error("unhealthy: %s", "; ".join(reasons))
+            _LOG.error("unhealthy: %s", "; ".join(reasons), extra={"reasons": reasons})
         elif not reasons and not was_healthy:
             _LOG.warning("healthy again")
 
