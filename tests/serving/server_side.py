@@ -12,6 +12,8 @@ from kvferry.cuda.driver import set_driver_for_testing
 from kvferry.ipc import process_table
 from kvferry.server import CacheServer, ServerConfig
 from kvferry.server.patience import Patience
+from serving.held_copies import HeldCopies
+from serving.held_files import HeldFiles
 
 
 class ServerSide:
@@ -41,6 +43,26 @@ class ServerSide:
     def stress_gc(self, threshold: int) -> None:
         """Collect garbage after so many new objects."""
         gc.set_threshold(threshold)
+
+    def hold_copy(self, at: int, stoppable: bool) -> None:
+        """Have a copy into an engine wait; see `HeldCopies`."""
+        self.held = HeldCopies(at, stoppable=stoppable)
+
+    def holds(self) -> dict[str, Any]:
+        return {"holds": self.held.holds.is_set()}
+
+    def let_go(self) -> None:
+        self.held.let_go()
+
+    def hold_files(self, *, whole: bool = False) -> None:
+        """Have the disk tier wait with its files; see `HeldFiles`."""
+        self.files = HeldFiles(whole=whole)
+
+    def files_held(self) -> dict[str, Any]:
+        return {"held": self.files.num_held}
+
+    def let_files_go(self) -> None:
+        self.files.let_go()
 
     def stop(self) -> None:
         self.server.stop()

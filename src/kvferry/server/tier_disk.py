@@ -174,7 +174,7 @@ class DiskSide:
             "disk_capacity_bytes": self.pool.capacity_bytes,
             "disk_evicted": self.index.counters.evicted,
             "disk_torn": self._num_torn,
-            "disk_scanning": self.scanning,
+            "disk_scanning": float(self.scanning),
         }
 
     def _take_in(self, stored: StoredChunk) -> None:

@@ -1,0 +1,295 @@
+"""A real server over a real disk: what was stored outlives the server, and what goes wrong below it is a miss."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.layout import chain_hashes
+from serving.engine_side import CHUNK_BLOCKS, CHUNK_TOKENS, prompt
+from serving.process import Side, Stage, Zygote, eventually
+
+CHUNK = 65_536
+MakeStage = Callable[..., Stage]
+
+
+@pytest.fixture
+def make_stage(zygote: Zygote, tmp_path: Path) -> Iterator[MakeStage]:
+    """Makes servers with 16 MiB of memory and 64 MiB of disk, if nothing else is said."""
+    made: list[Stage] = []
+
+    def make(folder: str = "a", **config: Any) -> Stage:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        if "remote_url" not in config:
+            config = {"disk_path": str(tmp_path / "disk"), "disk_bytes": 64 << 20, **config}
+        made.append(Stage(zygote, tmp_path / folder, **config))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.close()
+
+
+def restart(stage: Stage, **config: Any) -> None:
+    """Kill the server and start another one in its place."""
+    stage.server.kill()
+    eventually(lambda: not stage.server.alive)
+    stage._config.update(config)
+    stage.start_server()
+
+
+def store(engine: Side, seed: int, chunks: int) -> list[str]:
+    """Store a prompt; what its blocks held."""
+    blocks = list(range(chunks * CHUNK_BLOCKS))
+    held: list[str] = engine.call("fill", blocks=blocks, seed=seed)["digest"]
+    engine.call("store", seed=seed, num_tokens=chunks * CHUNK_TOKENS, blocks=blocks)
+    return held
+
+
+def load(engine: Side, seed: int, chunks: int, held: list[str], wait_s: float = 20.0) -> int:
+    """How many chunks of a prompt come back; each byte of them is right."""
+    found = engine.call("lookup", seed=seed, num_tokens=chunks * CHUNK_TOKENS, wait_s=wait_s, request=f"{seed}")
+    hit = found["tokens"] // CHUNK_TOKENS
+    if hit:
+        engine.call("wipe")
+        blocks = list(range(100, 100 + hit * CHUNK_BLOCKS))
+        assert engine.call("retrieve", lease=found["lease"], blocks=blocks) == {"failed": [], "error": None}
+        assert engine.call("digest", blocks=blocks)["digest"] == held[: hit * CHUNK_BLOCKS]
+    return int(hit)
+
+
+def stats(engine: Side) -> dict[str, float]:
+    values: dict[str, float] = engine.call("stats")["stats"]
+    return values
+
+
+def settle(engine: Side, name: str = "disk") -> dict[str, float]:
+    """Wait until the tiers have ended with all that there is; the stats then."""
+    eventually(lambda: not stats(engine)["writes"] and not stats(engine)[f"{name}_queue"])
+    return stats(engine)
+
+
+def started(stage: Stage, **arguments: Any) -> Side:
+    """An engine, once all memory can be used and the disk has been read."""
+    engine = stage.engine(num_blocks=192, **arguments)
+    wait_until_ready(stage, engine)
+    return engine
+
+
+def wait_until_ready(stage: Stage, engine: Side) -> None:
+    eventually(lambda: engine.call("connected")["connected"])
+    stage.wait_for_memory(engine)
+    eventually(lambda: not stats(engine).get("disk_scanning"))
+
+
+def files(stage: Stage) -> dict[str, Path]:
+    """The files of all chunks, by the keys."""
+    return {path.name: path for path in Path(stage._config["disk_path"]).glob("kvferry-1/*/*") if len(path.name) == 64}
+
+
+def file_of(stage: Stage, seed: int, chunk: int) -> Path:
+    """The file of a prompt's chunk, counted from 1."""
+    return files(stage)[chain_hashes(prompt(seed, chunk * CHUNK_TOKENS), CHUNK_TOKENS)[-32:].hex()]
+
+
+def test_what_was_stored_outlives_the_server(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    engine = started(stage)
+    held = store(engine, 1, 8)
+    assert settle(engine)["disk_bytes_written"] == 8 * CHUNK
+    restart(stage)
+    assert load(started(stage, register={"engine_id": "new"}), 1, 8, held) == 8
+    wait_until_ready(stage, engine)
+    assert load(engine, 1, 8, held) == 8  # and for the engine that was there all the time
+    assert stats(engine)["disk_chunks_read"] == 8
+
+
+@pytest.mark.parametrize("when", ["running", "down"])
+def test_exactly_what_is_damaged_misses_and_is_counted(make_stage: MakeStage, when: str) -> None:
+    """C8."""
+    stage = make_stage()
+    engine = started(stage)
+    held = {seed: store(engine, seed, 8) for seed in (1, 2, 3)}
+    settle(engine)
+    if when == "running":
+        restart(stage)
+        wait_until_ready(stage, engine)
+    else:
+        stage.server.kill()
+    one, other = file_of(stage, 1, 8), file_of(stage, 2, 8)
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+    flipped = file_of(stage, 3, 7)
+    data = bytearray(flipped.read_bytes())
+    data[-100] ^= 1
+    flipped.write_bytes(data)
+    cut = file_of(stage, 3, 8)
+    os.truncate(cut, cut.stat().st_size - 1)
+    if when == "down":
+        restart(stage)
+        wait_until_ready(stage, engine)
+    assert [load(engine, seed, 8, held[seed]) for seed in (1, 2, 3)] == [7, 7, 6]
+    values = settle(engine)
+    assert values["disk_corrupt"] + values["disk_torn"] == 4
+    assert values["disk_chunks"] == len(files(stage)) == 20
+    for seed in (1, 2, 3):  # and all can be stored again
+        assert store(engine, seed, 8) == held[seed]
+        settle(engine)
+    restart(stage)
+    wait_until_ready(stage, engine)
+    assert [load(engine, seed, 8, held[seed]) for seed in (1, 2, 3)] == [8, 8, 8]
+
+
+def test_killed_while_it_writes_it_leaves_no_part_of_a_file(make_stage: MakeStage) -> None:
+    """C7, C8: what is half on disk is not there, before the kill and after it."""
+    stage = make_stage()
+    engine = started(stage)
+    held = store(engine, 1, 2)
+    settle(engine)
+    stage.server.call("hold_files")
+    store(engine, 2, 3)
+    eventually(lambda: stage.server.call("files_held")["held"] == 3)
+    writing = Path(stage._config["disk_path"]) / "kvferry-1/writing"
+    assert len(list(writing.iterdir())) == 3
+    assert stats(engine)["disk_chunks_written"] == 2
+    restart(stage)
+    wait_until_ready(stage, engine)
+    assert list(writing.iterdir()) == []
+    assert (load(engine, 1, 2, held), load(engine, 2, 3, [])) == (2, 0)
+    assert stats(engine)["disk_corrupt"] == 0
+
+
+def test_as_much_is_loaded_as_there_is_memory_for(make_stage: MakeStage) -> None:
+    """C7: room for 3 chunks, 5 are asked for."""
+    stage = make_stage()
+    engine = started(stage)
+    held = store(engine, 1, 5)
+    settle(engine)
+    restart(stage, memory_bytes=3 * CHUNK)
+    wait_until_ready(stage, engine)
+    assert load(engine, 1, 5, held) == 3
+    begun = time.monotonic()
+    assert load(engine, 1, 5, held, wait_s=0) == 3
+    assert time.monotonic() - begun < 1
+    other = store(engine, 2, 2)
+    settle(engine)
+    assert load(engine, 1, 5, held) == 3
+    assert load(engine, 2, 2, other) == 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a tmpfs")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_disk_that_fills_up(make_stage: MakeStage, small_disk: Path) -> None:
+    """C7: 20 MiB into 8, then files are deleted by hand."""
+    stage = make_stage(disk_path=str(small_disk), memory_bytes=64 << 20)
+    engine = started(stage, heads=128)  # chunks of 1 MiB
+    held = {seed: store(engine, seed, 1) for seed in range(20)}
+    values = settle(engine)
+    assert values["chunks"] == 20
+    assert 4 <= len(files(stage)) <= 7
+    assert values["disk_chunks"] == len(files(stage))
+    eventually(lambda: stats(engine)["disk_capacity_bytes"] <= 8 << 20)
+    for path in files(stage).values():
+        path.unlink()
+    eventually(lambda: stats(engine)["disk_capacity_bytes"] > 8 << 20)
+    written = values["disk_chunks_written"]
+    held[30] = store(engine, 30, 4)
+    assert settle(engine)["disk_chunks_written"] == written + 4
+    restart(stage)
+    wait_until_ready(stage, engine)
+    assert load(engine, 30, 4, held[30]) == 4
+    assert load(engine, 19, 1, held[19]) == 0
+
+
+def test_a_disk_that_vanishes(make_stage: MakeStage) -> None:
+    stage = make_stage(memory_bytes=8 * CHUNK)
+    engine = started(stage)
+    held = store(engine, 1, 4)
+    settle(engine)
+    for seed in (2, 3):
+        store(engine, seed, 6)
+        settle(engine)
+    shutil.rmtree(stage._config["disk_path"])
+    assert load(engine, 1, 4, held) == 0
+    values = settle(engine)
+    assert values["disk_missing"] + values["disk_reads_failed"] > 0
+    assert engine.call("ping")["ms"] < 1000
+    other = store(engine, 4, 4)
+    settle(engine)
+    assert load(engine, 4, 4, other) == 4
+
+
+def test_a_slow_disk_costs_stores_and_nothing_else(make_stage: MakeStage) -> None:
+    stage = make_stage(memory_bytes=16 * CHUNK)
+    engine = started(stage)
+    other = stage.engine(register={"engine_id": "other"}, num_blocks=192)
+    held = store(engine, 1, 8)
+    settle(engine)
+    stage.server.call("hold_files", whole=True)
+    for seed in (2, 3, 4):
+        store(engine, seed, 8)
+    values = stats(engine)
+    assert values["chunks_skipped_behind"] > 0
+    assert values["stores_failed"] == 0
+    assert other.call("ping")["ms"] < 1000
+    second = store(other, 2, 8)
+    assert load(other, 2, 8, second, wait_s=0) == 8
+    assert load(engine, 1, 8, held, wait_s=0) < 8
+    stage.server.call("let_files_go")
+    settle(engine)
+    third = store(engine, 3, 8)
+    settle(engine)
+    assert load(engine, 3, 8, third) == 8
+    assert load(engine, 1, 8, held) == 8
+
+
+def test_write_back_keeps_what_memory_had_no_room_for(make_stage: MakeStage) -> None:
+    stage = make_stage(memory_bytes=16 * CHUNK, write_policy="write-back")
+    engine = started(stage)
+    held = {1: store(engine, 1, 4)}
+    assert stats(engine)["disk_chunks_written"] == 0
+    for seed in range(2, 11):
+        held[seed] = store(engine, seed, 4)
+        eventually(lambda: stats(engine)["disk_queue"] == 0)
+    assert stats(engine)["chunks_skipped_behind"] == 0
+    assert [load(engine, seed, 4, held[seed]) for seed in held] == [4] * 10
+    stage.server.end()  # in good order, so that it writes the rest
+    stage.start_server()
+    wait_until_ready(stage, engine)
+    assert [load(engine, seed, 4, held[seed]) for seed in held] == [4] * 10
+
+
+def test_what_was_cleared_does_not_come_back(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    engine = started(stage)
+    held = {seed: store(engine, seed, 4) for seed in (1, 2)}
+    settle(engine)
+    assert engine.call("clear", seed=1, num_tokens=4 * CHUNK_TOKENS)["cleared"] == 4
+    settle(engine)
+    assert len(files(stage)) == 4
+    assert load(engine, 1, 4, held[1]) == 0
+    assert load(engine, 2, 4, held[2]) == 4
+    engine.call("clear")
+    settle(engine)
+    assert len(files(stage)) == 0
+    restart(stage)
+    wait_until_ready(stage, engine)
+    assert load(engine, 2, 4, held[2]) == 0
