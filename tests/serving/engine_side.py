@@ -179,6 +179,10 @@ class EngineSide:
         found = self.client.lookup(request, prompt(seed, num_tokens), wait_s=wait_s)
         return {"tokens": found.tokens, "lease": found.lease_id, "coming": found.coming}
 
+    def prefetch(self, seed: int, num_tokens: int) -> dict[str, Any]:
+        found = self.client.prefetch(prompt(seed, num_tokens))
+        return {"tokens": found.tokens, "coming": found.coming}
+
     def clear(self, seed: int | None = None, num_tokens: int = 0) -> dict[str, Any]:
         return {"cleared": self.client.clear(None if seed is None else prompt(seed, num_tokens))}
 

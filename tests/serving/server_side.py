@@ -14,6 +14,7 @@ from kvferry.server import CacheServer, ServerConfig
 from kvferry.server.patience import Patience
 from serving.held_copies import HeldCopies
 from serving.held_files import HeldFiles
+from serving.meddling import Meddler
 
 
 class ServerSide:
@@ -63,6 +64,10 @@ class ServerSide:
 
     def let_files_go(self) -> None:
         self.files.let_go()
+
+    def meddle(self, what: str, rank: int, place: int) -> None:
+        """Do something to a chunk behind the server's back; see `Meddler`."""
+        getattr(Meddler(self.server), what)(rank, place)
 
     def stop(self) -> None:
         self.server.stop()
