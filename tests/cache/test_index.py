@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from kvferry.cache import ChunkIndex, SlabPool, Space
+from kvferry.cache import ChunkIndex, IndexCounters, SlabPool, Space
 
 CHUNK = 65536
 NS = Space("t", b"n" * 32)
@@ -133,6 +133,14 @@ def test_a_pin_without_use_keeps_a_chain_and_makes_it_no_younger() -> None:
     index.unpin(last, use=False)
     fill(index, "d")
     assert (hit(index, "a"), hit(index, "c"), hit(index, "d")) == (0, 1, 1)
+
+
+def test_what_is_no_store_is_not_counted_as_one_that_was_skipped() -> None:
+    index = make_index(1)
+    reservation = index.reserve(NS, keys("ab"), CHUNK, quiet=True)
+    assert (len(reservation.chunks), reservation.num_skipped) == (1, 1)
+    assert index.reserve(NS, keys("xy"), CHUNK, 1, quiet=True).num_skipped == 1
+    assert index.counters == IndexCounters()
 
 
 def test_a_chain_longer_than_the_pool_keeps_its_head() -> None:

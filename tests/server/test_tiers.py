@@ -140,6 +140,8 @@ def test_exactly_what_is_damaged_misses_and_is_counted(make_stage: MakeStage, wh
     values = settle(engine)
     assert values["disk_corrupt"] + values["disk_torn"] == 4
     assert values["disk_chunks"] == len(files(stage)) == 20
+    if when == "running":
+        assert values["misses_integrity"] == 3  # one a lookup
     for seed in (1, 2, 3):  # and all can be stored again
         assert store(engine, seed, 8) == held[seed]
         settle(engine)

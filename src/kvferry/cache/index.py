@@ -59,12 +59,19 @@ class ChunkIndex(ChunkTree):
         return found
 
     def reserve(
-        self, space: Space, keys: Sequence[bytes], nbytes: int, start: int = 0, *, limit: int | None = None
+        self,
+        space: Space,
+        keys: Sequence[bytes],
+        nbytes: int,
+        start: int = 0,
+        *,
+        limit: int | None = None,
+        quiet: bool = False,
     ) -> Reservation:
         """Take slots for the chunks of `keys[start:]` that are not kept yet; `keys` is the whole chain from its root.
 
         Stops, and counts the rest as skipped, after `limit` slots, where there is no room or where a parent is missing.
-        A chunk that another store is writing counts as present.
+        A chunk that another store is writing counts as present. If it is `quiet`, nothing is counted: it is no store.
         """
         parent: Chunk | None = None
         fresh: list[Chunk] = []
@@ -74,12 +81,13 @@ class ChunkIndex(ChunkTree):
             if chunk is None and position >= start:
                 offset = None if len(fresh) == limit else self._find_place(space.tenant, nbytes, parent)
                 if offset is None:
-                    self._skip(space, keys[position:], nbytes, is_share=len(fresh) == limit)
+                    if not quiet:
+                        self._skip(space, keys[position:], nbytes, is_share=len(fresh) == limit)
                     break
                 chunk = self._insert(Chunk(space, key, parent, offset, nbytes))
                 fresh.append(chunk)
             elif chunk is None or chunk.parent is not parent or chunk.nbytes != nbytes:
-                self.counters.skipped_orphan += len(keys) - max(position, start)
+                self.counters.skipped_orphan += 0 if quiet else len(keys) - max(position, start)
                 break
             parent = chunk
             num_kept += 1

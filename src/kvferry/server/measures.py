@@ -58,6 +58,7 @@ MEASURES: Mapping[str, Measure] = {
     "chunks_damaged": _count("Chunks in memory that did not match their checksum (with verify-memory)."),
     "chunks_skipped": _count("Chunks that were not stored.", "reason"),
     "fetches": _gauge("Chains that are being loaded from lower tiers."),
+    "loads_cut": _count("Chunks that lower tiers have, and that memory had no room for."),
     "writes": _gauge("Chunks on their way to lower tiers."),
     "tier_capacity_bytes": _gauge("What the tier may hold; memory grows to its size while it is pinned.", "tier"),
     "tier_used_bytes": _gauge("What it holds.", "tier"),

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.cache import Chunk, ChunkIndex, Pool, Space, slot_bytes
+from kvferry.cache import Chunk, ChunkIndex, Miss, Pool, Space, slot_bytes
 from kvferry.cache.tiers import ChunkName
 from kvferry.server.tier_disk import DiskSide
 from kvferry.server.tier_queue import TierQueue, name_of
@@ -16,6 +16,8 @@ from kvferry.server.tier_tasks import Outcome, TierDone
 MAX_FETCHES = 1024
 # How much of the memory may be waiting for lower tiers, so that stores go on beside it; one fetch alone may have more.
 _LOADING_SHARE = 0.5
+# Why the chunk will be missed by a lookup; the tier could not be asked where it is none of these.
+_MISSES = {Outcome.CORRUPT: Miss.INTEGRITY, Outcome.MISSING: Miss.EVICTED}
 
 
 class Fetch:
@@ -85,6 +87,7 @@ class Fetches:
         self._fetches: dict[tuple[Space, bytes], Fetch] = {}  # by the last key
         self._loads: dict[Chunk, _Load] = {}
         self._loading_bytes = 0
+        self.num_cut = 0  # chunks for which memory had no room
 
     def __len__(self) -> int:
         return len(self._fetches)
@@ -137,7 +140,8 @@ class Fetches:
     def _load(self, fetch: Fetch, count: int) -> None:
         """Read what memory lacks of the first `count` chunks, as far as there is room."""
         space, keys = fetch.space, fetch.keys[:count]
-        reservation = self._memory.reserve(space, keys, fetch.nbytes, limit=self._chunks_left(fetch.nbytes))
+        reservation = self._memory.reserve(space, keys, fetch.nbytes, limit=self._chunks_left(fetch.nbytes), quiet=True)
+        self.num_cut += reservation.num_skipped
         for key in keys[: reservation.first]:
             chunk = self._memory.find(space, key)
             load = None if chunk is None else self._loads.get(chunk)
@@ -146,7 +150,7 @@ class Fetches:
                 fetch.num_loading += 1
         for number, chunk in enumerate(reservation.chunks):
             if not self._read(fetch, chunk):
-                self._memory.abort(reservation.chunks[number:])
+                self._memory.abort(reservation.chunks[number:], Miss.TIMED_OUT)
                 break
 
     def _read(self, fetch: Fetch, chunk: Chunk) -> bool:
@@ -175,7 +179,7 @@ class Fetches:
         if well:
             self._memory.commit([chunk])
         else:
-            self._memory.abort([chunk])
+            self._memory.abort([chunk], _MISSES.get(done.outcome, Miss.TIMED_OUT))
         useless = done.outcome in (Outcome.MISSING, Outcome.CORRUPT)
         if load.below is not None:
             self._note_disk(load.below, useless=useless)

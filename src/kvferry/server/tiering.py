@@ -83,8 +83,10 @@ class LowerTiers:
         """
         if not self.exist or have >= len(keys):
             return None
+        num_cut = self._fetches.num_cut
         fetch = self._fetches.begin(space, keys, have, nbytes)
-        self._go_on()  # there may have been no room for what is dirty
+        if self._fetches.num_cut > num_cut:
+            self._writes.go_on(to_the_end=True)  # perhaps there was no room because of what is dirty
         return fetch
 
     def clear(self, space: Space, keys: Sequence[bytes] = (), start: int = 0) -> None:
@@ -132,7 +134,11 @@ class LowerTiers:
         """Counters and gauges by name."""
         sides = (side for side in (self._disk, self._remote) if side is not None)
         values = {name: value for side in sides for name, value in side.values().items()}
-        return {**values, "fetches": len(self._fetches), "writes": len(self._writes)} if self.exist else {}
+        return (
+            {**values, "fetches": len(self._fetches), "loads_cut": self._fetches.num_cut, "writes": len(self._writes)}
+            if self.exist
+            else {}
+        )
 
     def stop(self, timeout_s: float) -> list[DeadlineError]:
         """End all threads, once the loop does not run any more; those that did not end in time, to be stopped again."""
