@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -8,7 +9,7 @@ import pytest
 from doubles.fake_cuda import FakeDriver, installed
 from kvferry.cuda.device import bound
 from kvferry.cuda.memory import tensor_from_pointer
-from kvferry.cuda.stream import Event, Stream, synchronize_device, wait_value64, write_value64
+from kvferry.cuda.stream import Event, Stream, beside_captures, synchronize_device, wait_value64, write_value64
 from kvferry.errors import CudaError
 
 
@@ -88,3 +89,17 @@ def test_closing_twice_is_once_and_an_unclosed_stream_is_warned_about(double: Fa
     with pytest.warns(ResourceWarning, match="was not closed"):
         unclosed.__del__()
     unclosed.close()
+
+
+def test_a_thread_is_relaxed_beside_captures_and_as_before_after(double: FakeDriver) -> None:
+    modes: list[int] = []
+
+    def run() -> None:
+        with beside_captures(0):
+            modes.append(double.fake.capture_mode.value)
+        modes.append(double.fake.capture_mode.value)
+
+    thread = threading.Thread(target=run)  # one that has no context
+    thread.start()
+    thread.join(10)
+    assert modes == [2, 0]

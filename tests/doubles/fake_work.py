@@ -122,6 +122,7 @@ class FakeWork(FakeVmm):
         self._defaults: dict[int, FakeStream] = {}
         self._events: dict[int, FakeEvent] = {}
         self._handles = itertools.count(0x5000)
+        self.capture_mode = threading.local()
 
     def stream(self, handle: int | None) -> FakeStream:
         device = self.device()
@@ -172,6 +173,12 @@ class FakeWork(FakeVmm):
 
     def do_cuStreamSynchronize(self, handle: int) -> None:
         self.stream(handle).wait_idle()
+
+    def do_cuThreadExchangeStreamCaptureMode(self, place: Any) -> None:
+        self.device()
+        before = getattr(self.capture_mode, "value", 0)
+        self.capture_mode.value = place._obj.value
+        put(place, before)
 
     def do_cuStreamQuery(self, handle: int) -> None:
         if not self.stream(handle).idle():

@@ -92,7 +92,7 @@ class Probes(MappingProof):
 
     def _expected(self) -> Sequence[bytes]:
         device = self._storages.device
-        # On a stream of its own, since the default one may wait for the engine's, or be captured into a graph.
+        # On a stream of its own, since the default one waits for the engine's.
         with _aside(device) if device.type == "cuda" else contextlib.nullcontext():
             return [
                 flat[start : start + NONCE_BYTES].cpu().numpy().tobytes()

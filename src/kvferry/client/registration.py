@@ -13,6 +13,7 @@ from kvferry.client.link import Link
 from kvferry.client.proofs import MappingProof, Nonces, Probes
 from kvferry.client.storages import Storages
 from kvferry.errors import KVFerryError, ShareError
+from kvferry.ipc.captures import beside_captures
 from kvferry.ipc.events import EventRing, encode_events, make_event_ring
 from kvferry.ipc.wire import close_fds, encode_descriptors, fd_slots
 from kvferry.protocol.message import Name
@@ -70,8 +71,7 @@ class Registration:
         """Takes the storages, and closes them on error. `remote`: no descriptor can be passed to the server."""
         with contextlib.ExitStack() as undo:
             undo.callback(storages.close)
-            device = storages.wrappers[0].device_ordinal
-            ring = make_event_ring(device, isolated_ipc or remote, in_device_memory=remote)
+            ring = make_event_ring(storages.device_ordinal, isolated_ipc or remote, in_device_memory=remote)
             registration = cls(name, storages, ring)
             undo.pop_all()
         return registration
@@ -101,10 +101,12 @@ def register(link: Link, registration: Registration, timeout_s: float) -> None:
 
 def register_again(link: Link, registration: Registration, timeout_s: float) -> None:
     """The same for a cache that may be in use: nothing is written to it. Raises what `register` raises."""
+    at_start = link.greeting.version < _PROBES_VERSION
     for left in reversed(range(_PROBE_TIMES)):
-        probes = Probes(registration.storages, at_start=link.greeting.version < _PROBES_VERSION)
+        proofs = contextlib.nullcontext(Probes(registration.storages, at_start=at_start))
         try:
-            _hand_over(link, registration, contextlib.nullcontext(probes), timeout_s)
+            with beside_captures(registration.storages.device_ordinal):
+                _hand_over(link, registration, proofs, timeout_s)
             return
         except ShareError:
             if not left:

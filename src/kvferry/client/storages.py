@@ -34,6 +34,11 @@ class Storages:
         """Its UUID; "" for the host."""
         return self.wrappers[0].device_uuid
 
+    @property
+    def device_ordinal(self) -> int | None:
+        """Its number in this process; None for the host."""
+        return self.wrappers[0].device_ordinal
+
     def covers(self, layout: KVLayout, flats: Sequence[torch.Tensor]) -> bool:
         """Whether that is the very same memory, laid out alike."""
         return layout == self.layout and [_place(flat) for flat in flats] == [_place(flat) for flat in self.flats]

@@ -26,6 +26,8 @@ EVENT_BLOCKING_SYNC = 1
 EVENT_DISABLE_TIMING = 2
 EVENT_INTERPROCESS = 4
 
+CAPTURE_RELAXED = 2
+
 ALLOCATION_PINNED = 1
 LOCATION_DEVICE = 1
 ACCESS_READ_WRITE = 3
@@ -172,6 +174,7 @@ FUNCTIONS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuEventQuery": (_HANDLE,),
         "cuEventSynchronize": (_HANDLE,),
         "cuEventDestroy_v2": (_HANDLE,),
+        "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
         "cuModuleLoadData": (POINTER(_HANDLE), c_char_p),
         "cuModuleUnload": (_HANDLE,),
         "cuModuleGetFunction": (POINTER(_HANDLE), _HANDLE, c_char_p),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvferry.cuda.device import bound
 from kvferry.cuda.driver import load_driver
-from kvferry.cuda.functions import EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, EVENT_INTERPROCESS, HANDLE_BYTES
+from kvferry.cuda.functions import (
+    CAPTURE_RELAXED,
+    EVENT_BLOCKING_SYNC,
+    EVENT_DISABLE_TIMING,
+    EVENT_INTERPROCESS,
+    HANDLE_BYTES,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -145,3 +153,18 @@ def synchronize_device(device: int) -> None:
     """Block until all work that this process gave to the device before is done."""
     with bound(device) as drv:
         drv.context_synchronize()
+
+
+@contextlib.contextmanager
+def beside_captures(device: int) -> Iterator[None]:
+    """Run the body such that its calls spoil no CUDA graph that another thread is capturing.
+
+    Otherwise many would: while one thread captures, all others are kept from calls that could not be captured. The body
+    has to leave the captured streams, and the default one, alone.
+    """
+    with bound(device) as drv:
+        before = drv.exchange_capture_mode(CAPTURE_RELAXED)
+        try:
+            yield
+        finally:
+            drv.exchange_capture_mode(before)

@@ -114,6 +114,12 @@ class StreamCalls(Library):
     def memset_async(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         self.call("cuMemsetD8Async", dst, value, nbytes, stream)
 
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set how the calling thread's calls get on with graphs that are being captured; the mode before."""
+        place = c_int(mode)
+        self.call("cuThreadExchangeStreamCaptureMode", byref(place))
+        return place.value
+
     def event_create(self, flags: int) -> int:
         event = c_void_p()
         self.call("cuEventCreate", byref(event), flags)
