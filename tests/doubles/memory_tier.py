@@ -57,7 +57,7 @@ class MemoryTier:
         meta, data, digest = self.chunks[name]
         self.chunks[name] = (meta, bytes([data[0] ^ 1]) + data[1:], digest)
 
-    def write(self, meta: ChunkMeta, data: memoryview) -> None:
+    def write(self, meta: ChunkMeta, data: memoryview, digest: bytes = b"") -> None:
         # As from a file: the first half is read, then the call may be held up, then the rest.
         half = bytes(data[: len(data) // 2])
         self._enter("write", meta.name)
@@ -67,9 +67,9 @@ class MemoryTier:
             if sum(len(chunk) for _, chunk, _ in self.chunks.values()) + len(whole) > self.limit_bytes:
                 raise TierFullError("no room")
             self.on_written(meta, whole)
-            self.chunks[meta.name] = (meta, whole, xxhash.xxh3_128_digest(whole))
+            self.chunks[meta.name] = (meta, whole, digest or xxhash.xxh3_128_digest(whole))
 
-    def read(self, meta: ChunkMeta, into: memoryview) -> None:
+    def read(self, meta: ChunkMeta, into: memoryview) -> bytes:
         self._enter("read", meta.name)
         found = self.chunks.get(meta.name)
         if found is None:
@@ -78,6 +78,7 @@ class MemoryTier:
         into[: len(data)] = data[: len(into)]
         if there != meta or xxhash.xxh3_128_digest(data) != digest:
             raise ChunkCorruptError("spoilt")
+        return digest
 
     def find(self, names: Sequence[ChunkName]) -> int:
         self._enter("find")

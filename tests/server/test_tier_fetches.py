@@ -267,3 +267,32 @@ def test_a_clear_that_fails_holds_here_and_is_tried_again(make: Make) -> None:
     bench.settle()
     assert not remote.chunks
     assert bench.values()["remote_deleting"] == 0
+
+
+def test_what_is_stored_below_a_chain_that_is_being_loaded_goes_down_too(make: Make) -> None:
+    bench = make("ab", disk=MemoryTier(num_threads=1))
+    disk_of(bench).stop("read")
+    assert bench.fetch("ab") is not None
+    assert bench.store("abc") == 3  # the first two are on their way
+    assert bench.have("abc") == 0
+    disk_of(bench).let_go()
+    bench.settle()
+    assert bench.check("abc") == 3
+    assert not bench.index.dirty
+    assert name("abc") in disk_of(bench).chunks
+
+
+def test_a_chunk_keeps_its_checksum_on_its_way_down_and_up(make: Make) -> None:
+    bench = make(disk=MemoryTier())
+    reservation = bench.index.reserve(SPACE, keys("ab"), CHUNK)
+    for chunk, digest in zip(reservation.chunks, (b"", b"not that of these bytes"), strict=True):
+        chunk.digest = digest  # the second one was damaged after that was taken
+    bench.tiers.on_stored(bench.index.commit(reservation.chunks, dirty=True))
+    bench.settle()
+    bench.forget_memory()
+    fetch = bench.fetch("ab")
+    assert fetch is not None
+    bench.until(lambda: not fetch.coming)
+    (loaded,) = bench.chunks("ab")
+    assert loaded.digest == disk_of(bench).chunks[name("a")][2]
+    assert bench.values()["disk_corrupt"] == 1

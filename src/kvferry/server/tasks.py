@@ -101,7 +101,7 @@ class FdsTaken:
 
 @dataclass(frozen=True, slots=True)
 class CacheOpened:
-    """The cache is mapped: what its storages hold at the probes. Or it is not, and all that was opened is closed again."""
+    """The cache is mapped: what its storages hold at the probes. Or it is not, and what was open is closed again."""
 
     cache_id: int
     nonces: tuple[bytes, ...] = ()

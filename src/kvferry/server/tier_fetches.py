@@ -12,6 +12,7 @@ from kvferry.server.tier_disk import DiskSide
 from kvferry.server.tier_queue import TierQueue, name_of
 from kvferry.server.tier_remote import RemoteSide
 from kvferry.server.tier_tasks import Outcome, TierDone
+from kvferry.server.tier_writes import Writes
 
 MAX_FETCHES = 1024
 # How much of the memory may be waiting for lower tiers, so that stores go on beside it; one fetch alone may have more.
@@ -77,13 +78,13 @@ class Fetches:
         *,
         disk: DiskSide | None,
         remote: RemoteSide | None,
-        copy_down: Callable[[Chunk], None],
+        writes: Writes,
     ) -> None:
         self._memory = memory
         self._pool = pool
         self._disk = disk
         self._remote = remote
-        self._copy_down = copy_down
+        self._writes = writes
         self._fetches: dict[tuple[Space, bytes], Fetch] = {}  # by the last key
         self._loads: dict[Chunk, _Load] = {}
         self._loading_bytes = 0
@@ -177,7 +178,10 @@ class Fetches:
         del self._loads[chunk]
         self._loading_bytes -= chunk.nbytes
         if well:
-            self._memory.commit([chunk])
+            chunk.digest = done.digest
+            stored = [each for each in self._memory.commit([chunk]) if each.dirty]
+            if stored:  # below it, before it came
+                self._writes.add(stored)
         else:
             self._memory.abort([chunk], _MISSES.get(done.outcome, Miss.TIMED_OUT))
         useless = done.outcome in (Outcome.MISSING, Outcome.CORRUPT)
@@ -210,7 +214,7 @@ class Fetches:
         fetch.end()
         last = max((chunk for chunk in fetch.from_remote if chunk.visible), key=lambda chunk: chunk.depth, default=None)
         if last is not None:
-            self._copy_down(last)
+            self._writes.copy_down(last)
 
     def _chunks_left(self, nbytes: int) -> int | None:
         """How many chunks more may be loaded now."""

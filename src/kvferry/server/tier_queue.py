@@ -88,9 +88,9 @@ class TierQueue:
         """Whether the tier is worth asking at present."""
         return not self._stuck and self._paused_until is None
 
-    def write(self, chunk: Chunk, offset: int, on_end: OnEnd) -> None:
-        """Keep what lies at `offset` of the memory as `chunk`."""
-        self._submit(WriteChunk(next(self._ids), meta_of(chunk), offset), on_end)
+    def write(self, chunk: Chunk, source: Chunk, on_end: OnEnd) -> None:
+        """Keep what the memory has as `source` as `chunk`."""
+        self._submit(WriteChunk(next(self._ids), meta_of(chunk), source.offset, source.digest), on_end)
 
     def read(self, chunk: Chunk, on_end: OnEnd) -> None:
         """Fill a reserved chunk of the memory."""

@@ -14,11 +14,15 @@ from kvferry.cache.tiers.disk import StoredChunk
 
 @dataclass(frozen=True, slots=True)
 class WriteChunk:
-    """Keep the chunk that lies at `offset` of the server's memory, which stays as it is until the answer."""
+    """Keep the chunk that lies at `offset` of the server's memory, which stays as it is until the answer.
+
+    `digest` is its checksum, where one is known.
+    """
 
     task_id: int
     meta: ChunkMeta
     offset: int
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +88,17 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierDone:
-    """A task has ended, and its memory is not touched any more. `value` is what FindChunks or MeasureSpace found."""
+    """A task has ended, and its memory is not touched any more.
+
+    `value` is what FindChunks or MeasureSpace found, `digest` the checksum of what ReadChunk has read.
+    """
 
     tier: str
     task_id: int
     outcome: Outcome = Outcome.DONE
     text: str = ""
     value: int = 0
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,15 +173,16 @@ class TierThreads:
             return None if self._stopping else next((tasks.popleft() for tasks in self._queues if tasks), None)
 
     def _answer(self, task: AnsweredTask) -> TierDone:
-        outcome, text, value = self._guarded(lambda: self._do(task), 0)
-        return TierDone(self.tier.name, task.task_id, outcome, text, value)
+        outcome, text, (value, digest) = self._guarded(lambda: self._do(task), (0, b""))
+        return TierDone(self.tier.name, task.task_id, outcome, text, value, digest)
 
-    def _do(self, task: AnsweredTask) -> int:
-        value = 0
+    def _do(self, task: AnsweredTask) -> tuple[int, bytes]:
+        """What the tier says: a number, a checksum."""
+        value, digest = 0, b""
         if isinstance(task, WriteChunk):
-            self.tier.write(task.meta, self._memory(task.offset, task.meta.nbytes).toreadonly())
+            self.tier.write(task.meta, self._memory(task.offset, task.meta.nbytes).toreadonly(), task.digest)
         elif isinstance(task, ReadChunk):
-            self.tier.read(task.meta, self._memory(task.offset, task.meta.nbytes))
+            digest = self.tier.read(task.meta, self._memory(task.offset, task.meta.nbytes))
         elif isinstance(task, FindChunks):
             value = self.tier.find(task.names)
         elif isinstance(task, DeleteChunks):
@@ -192,7 +193,7 @@ class TierThreads:
         else:
             assert isinstance(self.tier, LocalTier), self.tier
             value = self.tier.free_bytes()
-        return value
+        return value, digest
 
     def _scan_some(self, task: ScanTier) -> None:
         """One step of the scan; the next one queues again, so that others have their turn."""

@@ -115,7 +115,7 @@ class Writes:
 
     def _write(self, disk: DiskSide, write: _DiskWrite) -> None:
         write.num_tries += 1
-        disk.queue.write(write.below, write.chunk.offset, functools.partial(self._end_disk, disk, write))
+        disk.queue.write(write.below, write.chunk, functools.partial(self._end_disk, disk, write))
 
     def _end_disk(self, disk: DiskSide, write: _DiskWrite, done: TierDone) -> None:
         if done.outcome is Outcome.FULL and write.num_tries < _MAX_TRIES:
@@ -152,7 +152,7 @@ class Writes:
                 break
             remote.begin_write(name_of(chunk), chunk.nbytes)
             self._hold(chunk)
-            remote.queue.write(chunk, chunk.offset, functools.partial(self._end_remote, remote, chunk))
+            remote.queue.write(chunk, chunk, functools.partial(self._end_remote, remote, chunk))
 
     def _end_remote(self, remote: RemoteSide, chunk: Chunk, done: TierDone) -> None:
         remote.end_write(name_of(chunk), chunk.nbytes, well=done.outcome is Outcome.DONE)

@@ -51,7 +51,7 @@ class LowerTiers:
         self._remote = None if remote is None else RemoteSide(TierQueue(remote), pool, _REMOTE_SHARE)
         self._queues = {side.queue.name: side.queue for side in (self._disk, self._remote) if side is not None}
         self._writes = Writes(memory, pool, disk=self._disk, remote=self._remote, write_back=write_back)
-        self._fetches = Fetches(memory, pool, disk=self._disk, remote=self._remote, copy_down=self._writes.copy_down)
+        self._fetches = Fetches(memory, pool, disk=self._disk, remote=self._remote, writes=self._writes)
         self._closing = False
 
     @property

@@ -53,11 +53,11 @@ class DiskTier:
     def __repr__(self) -> str:
         return f"<DiskTier {self._home.path}{'' if self.direct else ', buffered'}>"
 
-    def write(self, meta: ChunkMeta, data: memoryview) -> None:
+    def write(self, meta: ChunkMeta, data: memoryview, digest: bytes = b"") -> None:
         """Keep a chunk, whole or not at all. Raises TierFullError or TierUnavailableError."""
         if len(data) != meta.nbytes:
             raise ValueError(f"{len(data)} bytes for {format.describe(meta)}")
-        header = format.encode(meta, format.digest_of(data))
+        header = format.encode(meta, digest or format.digest_of(data))
         try:
             try:
                 self._write(meta.name, header, data)
@@ -68,17 +68,19 @@ class DiskTier:
             kind = TierFullError if error.errno in _FULL else TierUnavailableError
             raise kind(f"{format.describe(meta)} was not written below {self._home.path}: {error.strerror}") from error
 
-    def read(self, meta: ChunkMeta, into: memoryview) -> None:
+    def read(self, meta: ChunkMeta, into: memoryview) -> bytes:
         """Fill `into` with a chunk's bytes. Raises ChunkMissingError, ChunkCorruptError or TierUnavailableError."""
         if len(into) != meta.nbytes:
             raise ValueError(f"{len(into)} bytes of memory for {format.describe(meta)}")
         path = self._home.chunk(meta.name)
         try:
-            format.check(format.decode(self._read(path, into)), meta, into)
+            header = format.decode(self._read(path, into))
+            format.check(header, meta, into)
         except ChunkCorruptError as error:
             raise ChunkCorruptError(f"{path} is not {format.describe(meta)}: {error}") from None
         except OSError as error:
             raise _read_error(error, path) from error
+        return header.digest
 
     def find(self, names: Sequence[ChunkName]) -> int:
         """How many of `names`, from the first on, have files."""
@@ -118,12 +120,13 @@ class DiskTier:
             raise TierUnavailableError(f"{self._home.path} cannot be listed: {error}") from error
 
     def free_bytes(self) -> int:
-        """What the file system has left for this user. Raises TierUnavailableError."""
+        """What the file system has left for this user, nothing where it has no inodes. Raises TierUnavailableError."""
         try:
             status = os.statvfs(self._home.path)
         except OSError as error:
             raise TierUnavailableError(f"the free space of {self._home.path} cannot be asked for: {error}") from error
-        return status.f_bavail * status.f_frsize
+        out_of_inodes = status.f_files and not status.f_favail  # some file systems do not count them
+        return 0 if out_of_inodes else status.f_bavail * status.f_frsize
 
     def close(self) -> None:
         """Let another server have the folder; idempotent."""

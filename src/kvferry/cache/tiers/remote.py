@@ -56,12 +56,13 @@ class RemoteTier:
     def __repr__(self) -> str:
         return f"<RemoteTier {self._url}>"
 
-    def write(self, meta: ChunkMeta, data: memoryview) -> None:
+    def write(self, meta: ChunkMeta, data: memoryview, digest: bytes = b"") -> None:
         """Put a chunk's object. Raises TierFullError or TierUnavailableError."""
         if len(data) != meta.nbytes:
             raise ValueError(f"{len(data)} bytes for {format.describe(meta)}")
         body = np.empty(format.HEADER_BYTES + len(data), np.uint8)
-        body[: format.HEADER_BYTES] = np.frombuffer(format.encode(meta, format.digest_of(data)), np.uint8)
+        header = format.encode(meta, digest or format.digest_of(data))
+        body[: format.HEADER_BYTES] = np.frombuffer(header, np.uint8)
         body[format.HEADER_BYTES :] = np.frombuffer(data, np.uint8)
         path = _path(meta.name)
         try:
@@ -69,19 +70,21 @@ class RemoteTier:
         except FileNotFoundError:
             raise TierUnavailableError(f"PUT {path} failed: {self._url} has gone") from None
 
-    def read(self, meta: ChunkMeta, into: memoryview) -> None:
+    def read(self, meta: ChunkMeta, into: memoryview) -> bytes:
         """Fill `into` with a chunk's bytes. Raises ChunkMissingError, ChunkCorruptError or TierUnavailableError."""
         if len(into) != meta.nbytes:
             raise ValueError(f"{len(into)} bytes of memory for {format.describe(meta)}")
         path = _path(meta.name)
-        header = bytearray(format.HEADER_BYTES)
+        data = bytearray(format.HEADER_BYTES)
         try:
-            self._ask(f"GET {path}", lambda: self._receive(path, [memoryview(header), into]))
-            format.check(format.decode(header), meta, into)
+            self._ask(f"GET {path}", lambda: self._receive(path, [memoryview(data), into]))
+            header = format.decode(data)
+            format.check(header, meta, into)
         except FileNotFoundError:
             raise ChunkMissingError(f"{self._url} has no {path} (any more)") from None
         except ChunkCorruptError as error:
             raise ChunkCorruptError(f"{path} of {self._url} is not {format.describe(meta)}: {error}") from None
+        return header.digest
 
     def find(self, names: Sequence[ChunkName]) -> int:
         """How many of `names` are there, by halves: few requests, for a chain that has no gap.

@@ -39,14 +39,16 @@ class Tier(Protocol):
     name: str
     num_threads: int
 
-    def write(self, meta: ChunkMeta, data: memoryview) -> None:
+    def write(self, meta: ChunkMeta, data: memoryview, digest: bytes = b"") -> None:
         """Keep `data`, `meta.nbytes` bytes, whole or not at all; replaces what is there.
+
+        Where its checksum is known already, `digest` is kept with it, so that `read` finds damage done before.
 
         Raises TierFullError, TierUnavailableError, or TierError.
         """
 
-    def read(self, meta: ChunkMeta, into: memoryview) -> None:
-        """Fill `into` with the chunk's bytes, checked against its checksum, and `meta` against its own.
+    def read(self, meta: ChunkMeta, into: memoryview) -> bytes:
+        """Fill `into` with the chunk's bytes, and return their checksum; that and `meta` are checked against its own.
 
         Raises ChunkMissingError, ChunkCorruptError or TierUnavailableError; `into` then holds nothing of use.
         """
