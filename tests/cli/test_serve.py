@@ -107,6 +107,15 @@ def test_a_server_that_cannot_start_says_why_at_once(tmp_path: pathlib.Path) -> 
     assert time.monotonic() - started < 30
 
 
+def test_why_it_cannot_start_is_a_record_of_the_log(tmp_path: pathlib.Path) -> None:
+    command = [*COMMAND, str(tmp_path / "s"), "--listen", "tcp://:0", "--token-file", str(tmp_path / "none")]
+    done = subprocess.run([*command, "--log-format", "json"], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 2
+    last = json.loads(done.stderr.splitlines()[-1])
+    assert last["level"] == "error"
+    assert last["message"].startswith(f"ended: the token file {tmp_path}/none cannot be read: No such file")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -33,7 +33,11 @@ __all__ = ["app", "main"]
 
 _LOG = logging.getLogger(__name__)
 
-app = typer.Typer(help="Share, keep and move the paged KV caches of LLM engines.", no_args_is_help=True)
+app = typer.Typer(
+    help="Share, keep and move the paged KV caches of LLM engines.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # those show the values of variables, among which are secrets
+)
 bench = typer.Typer(help="Measure this machine; ratios are to a limit measured in the same run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -77,7 +81,11 @@ def serve(
     _LOG.info("starting: %s", describe(loaded.config))
     from kvferry.cli.serve import run_server
 
-    run_server(loaded.config, until_stdin_closes=until_stdin_closes)
+    try:
+        run_server(loaded.config, until_stdin_closes=until_stdin_closes)
+    except (KVFerryError, ValueError) as error:
+        _LOG.error("ended: %s", error)
+        raise typer.Exit(2) from None
 
 
 @app.command()
