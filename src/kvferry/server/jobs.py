@@ -239,7 +239,9 @@ def _check_count(block_ids: bytes, num_chunks: int, blocks_a_chunk: int) -> int:
 
 
 def _stored(seq: int, reservation: Reservation, num_stored: int) -> Stored:
-    return Stored(seq, num_stored, reservation.num_present, reservation.num_skipped)
+    """Every chunk is accounted for: what was forgotten while it was written was skipped."""
+    num_forgotten = len(reservation.chunks) - num_stored
+    return Stored(seq, num_stored, reservation.num_present, reservation.num_skipped + num_forgotten)
 
 
 def _no_share(cache: RankCache) -> RequestError:
