@@ -70,7 +70,8 @@ def test_a_failed_write_is_given_up_with_all_below_it(make: Make) -> None:
     assert not bench.index.dirty
     assert bench.values()["disk_writes_failed"] == 2
     bench.disk.failures.clear()
-    bench.store("abc")  # the next store of the chain writes what is missing
+    assert not bench.disk.chunks
+    bench.store("abc")  # the next store of the chain writes what is missing, without waiting for the time to try again
     bench.settle()
     assert list(bench.disk.chunks) == [name("a"), name("ab"), name("abc")]
 
@@ -219,10 +220,26 @@ def test_a_tier_that_fails_again_and_again_is_left_alone_for_a_while(make: Make)
     bench.disk.failures.clear()
     bench.tick(11)
     assert bench.values()["disk_paused"] == 0
-    bench.store("a")
-    bench.store("ix")
     bench.settle()
-    assert list(bench.disk.chunks) == [name("i"), name("ix")]  # what memory has already is not stored again
+    assert set(bench.disk.chunks) == {name(letter) for letter in "abcdefghi"}  # what memory has still is kept after all
+
+
+def test_a_write_that_fails_for_ever_is_tried_again_and_again_but_not_often(make: Make) -> None:
+    bench = make(16, disk=MemoryTier())
+    assert bench.disk is not None
+    bench.settle()
+    bench.disk.failures[name("ab")] = TierUnavailableError("a bad block")
+    bench.store("abc")
+    for _ in range(20):
+        bench.settle()
+        bench.tick(1.1)
+    bench.settle()
+    assert list(bench.disk.chunks) == [name("a")]
+    assert 2 <= bench.values()["disk_writes_failed"] <= 8
+    bench.index.discard(bench.chunks("ab")[-1])
+    bench.tick(11)
+    bench.settle()
+    assert bench.values()["disk_writes_failed"] <= 8
 
 
 def test_a_tier_that_hangs_holds_only_what_its_threads_have(make: Make) -> None:
@@ -234,7 +251,7 @@ def test_a_tier_that_hangs_holds_only_what_its_threads_have(make: Make) -> None:
     assert bench.store("x") == 0
     bench.tick()
     bench.disk.wait_inside(2)
-    bench.tick(16)
+    bench.tick(31)
     assert len(bench.index.dirty) == 2
     assert bench.values()["disk_paused"] == 1
     assert bench.store("x") == 1
@@ -243,6 +260,9 @@ def test_a_tier_that_hangs_holds_only_what_its_threads_have(make: Make) -> None:
     assert bench.values()["disk_paused"] == 0
     assert not bench.index.dirty
     assert set(bench.disk.chunks) == {name("a"), name("ab")}
+    bench.tick(11)
+    bench.settle()
+    assert set(bench.disk.chunks) >= {name("abcdefg"[: end + 1]) for end in range(7)}
 
 
 def test_a_remote_tier_gets_each_chunk_once_and_no_more_than_a_quarter_of_memory_waits_for_it(make: Make) -> None:
@@ -288,3 +308,19 @@ def test_what_is_cleared_while_it_is_uploaded_does_not_stay_there(make: Make) ->
     bench.settle()
     assert not bench.remote.chunks
     assert bench.load("a") == 0
+
+
+def test_what_is_cleared_while_it_is_uploaded_and_stored_again_stays(make: Make) -> None:
+    bench = make(8, remote=MemoryTier("remote"))
+    assert bench.remote is not None
+    bench.remote.stop("write")
+    bench.store("a")
+    bench.remote.wait_inside(1)
+    bench.index.discard(bench.chunks("a")[0])
+    bench.tiers.clear(SPACE, keys("a"), 0)
+    bench.until(lambda: bench.values()["remote_deleting"] == 0)
+    assert bench.store("a") == 1
+    bench.remote.let_go()
+    bench.settle()
+    bench.forget_memory()
+    assert bench.load("a") == 1

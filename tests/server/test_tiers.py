@@ -117,11 +117,11 @@ def test_as_much_is_loaded_as_there_is_memory_for(make_stage: MakeStage) -> None
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 8 MiB, or with the limits given as the parameter."""
     path = tmp_path / "small"
     path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)]
+    mount = ["mount", "-t", "tmpfs", "-o", getattr(request, "param", "size=8m"), "tmpfs", str(path)]
     if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("may not mount a tmpfs")
     yield path
@@ -148,6 +148,18 @@ def test_a_disk_that_fills_up(make_stage: MakeStage, small_disk: Path) -> None:
     wait_until_ready(stage, engine)
     assert load(engine, 30, 4, held[30]) == 4
     assert load(engine, 19, 1, held[19]) == 0
+
+
+@pytest.mark.parametrize("small_disk", ["size=64m,nr_inodes=16"], indirect=True)
+def test_a_disk_without_inodes_is_a_full_one(make_stage: MakeStage, small_disk: Path) -> None:
+    stage = make_stage(disk_path=str(small_disk))
+    engine = started(stage)
+    for seed in range(20):
+        store(engine, seed, 1)
+        settle(engine)
+    assert 8 <= len(files(stage)) <= 12
+    assert stats(engine)["disk_chunks"] == len(files(stage))
+    assert file_of(stage, 19, 1).exists()
 
 
 def test_a_disk_that_vanishes(make_stage: MakeStage) -> None:

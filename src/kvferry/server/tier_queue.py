@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _FAILURES_TO_PAUSE = 3
 _PAUSE_S = 10.0
 # A tier whose threads are all in calls that do not end gives back what only waits in its queue.
-_STUCK_S = 15.0
+_STUCK_S = 30.0
 
 OnEnd = Callable[[TierDone], None]
 

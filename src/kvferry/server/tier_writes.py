@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvferry.cache import Chunk, ChunkIndex, ChunkState, Pool
@@ -16,6 +16,9 @@ _MAX_TRIES = 3
 # Write-back begins when less than this share of the memory is free, or clean and so as good as free.
 _CLEAN_SHARE = 0.25
 _SLACK = 64
+# What the disk did not take, though it was there to be had, is tried again so much later, if memory has it still.
+_AGAIN_S = 10.0
+_MAX_MISSED = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +51,8 @@ class Writes:
         self._writing_bytes = 0
         self._full: list[_DiskWrite] = []  # those that are tried again once there is room
         self._num_behind = 0
+        self._missed: dict[Chunk, None] = {}
+        self._again_at = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._writing)
@@ -55,8 +60,7 @@ class Writes:
     def add(self, shown: Sequence[Chunk]) -> None:
         """Take in dirty chunks that have just become visible, parents first."""
         self._memory.clean(chunk for chunk in shown if self._is_below(chunk))
-        parents = {chunk.parent for chunk in shown}
-        self._waiting.update((chunk, None) for chunk in shown if chunk not in parents)
+        self._waiting.update(dict.fromkeys(_ends(shown)))
         if len(self._waiting) > 2 * len(self._memory.dirty) + _SLACK:  # most were forgotten, or written
             ends = (_visible_end(chunk) for chunk in self._waiting)
             self._waiting = {end: None for end in ends if end is not None and end.dirty}
@@ -65,6 +69,17 @@ class Writes:
     def copy_down(self, last: Chunk) -> None:
         """Begin to write a clean chain, that came from a lower tier, to those that lack it, if they can take it now."""
         self._begin(last.chain())
+
+    def tick(self, now: float) -> None:
+        """Try again what the disk has missed, if that works by now."""
+        if now < self._again_at or self._disk is None or not self._disk.queue.usable:
+            return
+        self._again_at = now + _AGAIN_S
+        missed, self._missed = self._missed, {}
+        for last in _ends(missed):
+            end = _visible_end(last)
+            if end is not None and not self._begin(end.chain()):
+                self._miss(end)
 
     def go_on(self, *, to_the_end: bool = False) -> None:
         """Begin what it is time for: all that waits, or, with write-back and not `to_the_end`, what has to go."""
@@ -103,6 +118,7 @@ class Writes:
         space, keys = chain[0].space, [chunk.key for chunk in chain]
         if not disk.queue.usable:
             disk.queue.counters.writes_skipped += len(keys) - disk.lookup(space, keys)
+            self._miss(chain[-1])
             return True
         if not disk.can_write(name_of(chunk) for chunk in chain):
             return False
@@ -125,6 +141,8 @@ class Writes:
             disk.commit(write.below)
             self._let_go(write.chunk)
         else:
+            if done.outcome is not Outcome.FULL:
+                self._miss(write.chunk)
             self._give_up(disk, write)
 
     def _try_again(self) -> None:
@@ -144,6 +162,12 @@ class Writes:
         disk.abort(write.below)
         self._let_go(write.chunk)
 
+    def _miss(self, last: Chunk) -> None:
+        """Remember to try again."""
+        self._missed[last] = None
+        if len(self._missed) > _MAX_MISSED:
+            del self._missed[next(iter(self._missed))]
+
     def _to_remote(self, remote: RemoteSide, chain: Sequence[Chunk]) -> None:
         missing = [chunk for chunk in chain if not remote.has(name_of(chunk))]
         for number, chunk in enumerate(missing):
@@ -156,7 +180,7 @@ class Writes:
 
     def _end_remote(self, remote: RemoteSide, chunk: Chunk, done: TierDone) -> None:
         remote.end_write(name_of(chunk), chunk.nbytes, well=done.outcome is Outcome.DONE)
-        if chunk.state is ChunkState.GONE:  # it was forgotten meanwhile, perhaps before it got there
+        if self._memory.find(chunk.space, chunk.key) is None:  # it was forgotten, perhaps before it got there
             remote.delete([name_of(chunk)])
         self._let_go(chunk)
 
@@ -174,6 +198,12 @@ class Writes:
             self._writing_bytes -= chunk.nbytes
             self._memory.clean([chunk])
             self._memory.unpin(chunk, use=False)
+
+
+def _ends(chunks: Collection[Chunk]) -> list[Chunk]:
+    """Those of the chunks below which there is none of the others directly."""
+    parents = {chunk.parent for chunk in chunks}
+    return [chunk for chunk in chunks if chunk not in parents]
 
 
 def _visible_end(last: Chunk) -> Chunk | None:

@@ -114,6 +114,7 @@ class LowerTiers:
             self._disk.tick(now)
         if self._remote is not None:
             self._remote.tick(now)
+        self._writes.tick(now)
         self._go_on()
 
     def flush(self) -> None:
