@@ -13,6 +13,7 @@ from obstore.store import S3Store
 
 from cache.tiers.chunks import MIB, chain_of, is_whole, meta_of, write
 from cache.tiers.conftest import S3
+from kvferry.cache.tiers import ChunkName
 from kvferry.cache.tiers.format import HEADER_BYTES
 from kvferry.cache.tiers.remote import RemoteTier
 from kvferry.errors import ChunkCorruptError, ChunkMissingError, TierError, TierUnavailableError
@@ -72,6 +73,24 @@ def test_exactly_what_was_damaged_is_corrupt(tmp_path: Path) -> None:
         except ChunkCorruptError:
             corrupt.append(place)
     assert corrupt == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize(("present", "most"), [(0, 1), (64, 2), (1, 8), (40, 8), (63, 8)])
+def test_find_asks_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, present: int, most: int) -> None:
+    tier = RemoteTier(f"file://{tmp_path}")
+    chain = chain_of(1, 64, 10)
+    for meta in chain[:present]:
+        write(tier, meta)
+    asked = []
+    has = RemoteTier._has
+
+    def count(self: RemoteTier, name: ChunkName) -> bool:
+        asked.append(name)
+        return has(self, name)
+
+    monkeypatch.setattr(RemoteTier, "_has", count)
+    assert tier.find([meta.name for meta in chain]) == present
+    assert len(asked) <= most
 
 
 def test_objects_lie_where_they_are_said_to(s3: S3) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from cache.tiers.chunks import MIB, PAGE, chain_of, filled, is_whole, memory, meta_of, write
 from cache.tiers.conftest import S3
 from kvferry.cache.tiers import DiskTier, Tier
+from kvferry.cache.tiers.format import digest_of
 from kvferry.cache.tiers.remote import RemoteTier
 from kvferry.errors import ChunkCorruptError, ChunkMissingError
 
@@ -76,6 +79,18 @@ def test_another_place_in_the_chain_or_owner_is_corrupt(tier: Tier) -> None:
     assert is_whole(tier, meta)
 
 
+def test_checksums_go_down_and_come_up(tier: Tier) -> None:
+    meta = meta_of(1, 100)
+    data = filled("these", 100)
+    tier.write(meta, data)
+    assert tier.read(meta, memory(100)) == digest_of(data)
+    tier.write(meta, data, digest_of(data))
+    assert tier.read(meta, memory(100)) == digest_of(data)
+    tier.write(meta, data, digest_of(b"what it was before it was damaged in memory"))
+    with pytest.raises(ChunkCorruptError, match="checksum"):
+        tier.read(meta, memory(100))
+
+
 def test_memory_of_another_length_is_a_fault_of_the_caller(tier: Tier) -> None:
     with pytest.raises(ValueError, match="99 bytes"):
         tier.write(meta_of(1, 100), memory(99))
@@ -111,3 +126,23 @@ def test_delete_takes_what_it_names_and_nothing_else(tier: Tier) -> None:
     assert all(is_whole(tier, meta) for meta in chain[:10])
     tier.delete([meta.name for meta in chain])
     assert tier.find([chain[0].name]) == 0
+
+
+def test_threads_may_call_at_once(tier: Tier) -> None:
+    """All begin in namespaces that are new, and one chunk is everybody's."""
+    shared = meta_of(1, 70_000, namespace=99)
+    barrier = threading.Barrier(4)
+
+    def run(number: int) -> int:
+        chain = chain_of(number % 2, 8, 20_000 + number)[number // 2 :: 2]
+        barrier.wait(20)
+        for meta in chain:
+            write(tier, shared)
+            write(tier, meta)
+            assert is_whole(tier, shared)
+        tier.delete([chain[0].name])
+        assert all(is_whole(tier, meta) for meta in chain[1:])
+        return len(chain)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(run, range(4), timeout=50)) == [4, 4, 4, 4]

@@ -54,7 +54,10 @@ class DiskTier:
         return f"<DiskTier {self._home.path}{'' if self.direct else ', buffered'}>"
 
     def write(self, meta: ChunkMeta, data: memoryview, digest: bytes = b"") -> None:
-        """Keep a chunk, whole or not at all. Raises TierFullError or TierUnavailableError."""
+        """Keep a chunk, whole or not at all; `digest` is the checksum of what `data` ought to be, where that is known.
+
+        Raises TierFullError or TierUnavailableError.
+        """
         if len(data) != meta.nbytes:
             raise ValueError(f"{len(data)} bytes for {format.describe(meta)}")
         header = format.encode(meta, digest or format.digest_of(data))
@@ -69,7 +72,10 @@ class DiskTier:
             raise kind(f"{format.describe(meta)} was not written below {self._home.path}: {error.strerror}") from error
 
     def read(self, meta: ChunkMeta, into: memoryview) -> bytes:
-        """Fill `into` with a chunk's bytes. Raises ChunkMissingError, ChunkCorruptError or TierUnavailableError."""
+        """Fill `into` with a chunk's bytes; their checksum.
+
+        Raises ChunkMissingError, ChunkCorruptError or TierUnavailableError.
+        """
         if len(into) != meta.nbytes:
             raise ValueError(f"{len(into)} bytes of memory for {format.describe(meta)}")
         path = self._home.chunk(meta.name)

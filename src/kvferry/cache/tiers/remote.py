@@ -57,7 +57,10 @@ class RemoteTier:
         return f"<RemoteTier {self._url}>"
 
     def write(self, meta: ChunkMeta, data: memoryview, digest: bytes = b"") -> None:
-        """Put a chunk's object. Raises TierFullError or TierUnavailableError."""
+        """Put a chunk's object; `digest` is the checksum of what `data` ought to be, where that is known.
+
+        Raises TierFullError or TierUnavailableError.
+        """
         if len(data) != meta.nbytes:
             raise ValueError(f"{len(data)} bytes for {format.describe(meta)}")
         body = np.empty(format.HEADER_BYTES + len(data), np.uint8)
@@ -71,7 +74,10 @@ class RemoteTier:
             raise TierUnavailableError(f"PUT {path} failed: {self._url} has gone") from None
 
     def read(self, meta: ChunkMeta, into: memoryview) -> bytes:
-        """Fill `into` with a chunk's bytes. Raises ChunkMissingError, ChunkCorruptError or TierUnavailableError."""
+        """Fill `into` with a chunk's bytes; their checksum.
+
+        Raises ChunkMissingError, ChunkCorruptError or TierUnavailableError.
+        """
         if len(into) != meta.nbytes:
             raise ValueError(f"{len(into)} bytes of memory for {format.describe(meta)}")
         path = _path(meta.name)
