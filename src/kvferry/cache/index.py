@@ -174,7 +174,7 @@ class ChunkIndex(ChunkTree):
         chunk = self._queues.oldest(tenant)
         if chunk is None:
             return False
-        self._forget(chunk)
+        self._forget_tree(chunk)
         self._misses.note(chunk.space, chunk.key, Miss.EVICTED)
         self.counters.evicted += 1
         return True

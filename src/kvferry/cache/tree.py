@@ -74,12 +74,22 @@ class ChunkTree:
         self._queues.queue(chunk)
 
     def _forget_tree(self, root: Chunk) -> int:
-        """Forget a chunk and all below it, from the leaves up; how many were committed."""
-        return sum(self._forget(chunk) for chunk in reversed(root.below()))
+        """Take a chunk and all below it out of the index; how many were committed.
 
-    def _forget(self, chunk: Chunk) -> bool:
-        """Take a chunk below which all are forgotten out of the index; whether it was committed."""
-        was_whole = chunk.state is ChunkState.COMMITTED
+        Their places are given back but for what a pin needs, and what is its writer's.
+        """
+        below = root.below()
+        written = {chunk for chunk in below if chunk.state is ChunkState.RESERVED}
+        for chunk in below:
+            self._unlist(chunk)
+        for chunk in reversed(below):
+            if chunk in written:
+                self._detach(chunk)
+            else:
+                self._release(chunk)
+        return len(below) - len(written)
+
+    def _unlist(self, chunk: Chunk) -> None:
         chunk.state, chunk.visible = ChunkState.GONE, False
         self._queues.dirty.remove(chunk)
         chunks = self._spaces[chunk.space]
@@ -87,19 +97,20 @@ class ChunkTree:
         self._num_chunks -= 1
         if not chunks:
             del self._spaces[chunk.space]
-        if was_whole:
-            self._let_go(chunk)
-        else:
-            self._detach(chunk)  # its place is its writer's
-        return was_whole
 
     def _let_go(self, last: Chunk) -> None:
         """Give back the places of a chain, from its end up, that no lookup can find and no pin needs any more."""
         link: Chunk | None = last
-        while link is not None and link.state is ChunkState.GONE and not link.pins and not link.children:
-            self._detach(link)
-            self._free(link)
+        while link is not None and self._release(link):
             link = link.parent
+
+    def _release(self, chunk: Chunk) -> bool:
+        """Give back a place that is not needed any more; whether it was."""
+        if chunk.state is not ChunkState.GONE or chunk.pins or chunk.children:
+            return False
+        self._detach(chunk)
+        self._free(chunk)
+        return True
 
     def _detach(self, chunk: Chunk) -> None:
         parent = chunk.parent
