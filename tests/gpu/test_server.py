@@ -48,6 +48,29 @@ def test_what_one_engine_stores_another_retrieves(stage: Stage) -> None:
         assert other.call("digest", blocks=target)["digest"] == before + want[5:]
 
 
+def test_memory_that_is_checked(zygote: Zygote, tmp_path: Path) -> None:
+    """A chunk whose bytes change in pinned memory fails from there on, and nothing of it is written."""
+    stage = Stage(zygote, tmp_path, device="cuda", verify_memory=True)
+    try:
+        engine = stage.engine(device="cuda:0")
+        stage.wait_for_memory(engine)
+        want = engine.call("fill", blocks=BLOCKS, seed=1)["digest"]
+        engine.call("store", seed=1, num_tokens=TOKENS, blocks=BLOCKS)
+        target = list(range(40, 52))
+        lease = engine.call("lookup", seed=1, num_tokens=TOKENS)["lease"]
+        assert engine.call("retrieve", lease=lease, blocks=target)["failed"] == []
+        assert engine.call("digest", blocks=target)["digest"] == want
+        lease = engine.call("lookup", seed=1, num_tokens=TOKENS)["lease"]
+        stage.server.call("meddle", what="spoil", rank=0, place=2)
+        engine.call("wipe")
+        before = engine.call("digest", blocks=target[4:])["digest"]
+        assert engine.call("retrieve", lease=lease, blocks=target)["failed"] == target[4:]
+        assert engine.call("digest", blocks=target)["digest"] == want[:4] + before
+        assert engine.call("lookup", seed=1, num_tokens=TOKENS)["tokens"] == CHUNK_TOKENS
+    finally:
+        stage.close()
+
+
 def test_memory_is_back_after_every_kill(stage: Stage) -> None:
     """Engines of 1 GiB die idle, with 1 GiB in flight, and behind a hung stream."""
     watcher = stage.engine(register={"engine_id": "watcher"}, device="cuda:0")

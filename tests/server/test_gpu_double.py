@@ -35,6 +35,24 @@ def test_engines_on_gpus_and_on_the_host_share_a_server(gpu_stage: Stage) -> Non
         assert other.call("digest", blocks=target)["digest"] == want
 
 
+def test_memory_that_is_checked(zygote: Zygote, tmp_path: Path) -> None:
+    stage = Stage(zygote, tmp_path, device="cuda", double=True, verify_memory=True)
+    try:
+        engine = stage.engine(device="double")
+        stage.wait_for_memory(engine)
+        want = engine.call("fill", blocks=BLOCKS, seed=1)["digest"]
+        engine.call("store", seed=1, num_tokens=TOKENS, blocks=BLOCKS)
+        lease = engine.call("lookup", seed=1, num_tokens=TOKENS)["lease"]
+        stage.server.call("meddle", what="spoil", rank=0, place=3)
+        engine.call("wipe")
+        target = list(range(40, 52))
+        before = engine.call("digest", blocks=target[8:])["digest"]
+        assert engine.call("retrieve", lease=lease, blocks=target)["failed"] == target[8:]
+        assert engine.call("digest", blocks=target)["digest"] == want[:8] + before
+    finally:
+        stage.close()
+
+
 def test_a_killed_engines_mapping_is_closed(gpu_stage: Stage) -> None:
     watcher = gpu_stage.engine(register={"engine_id": "watcher"}, device="double")
     gpu_stage.wait_for_memory(watcher)
