@@ -30,8 +30,11 @@ os.setuid(int(uid))
 try:
     sock.connect(path)
     body = bytes.fromhex("83a474797065a568656c6c6fa776657273696f6e01a66f6c6465737401")
-    sock.sendall(len(body).to_bytes(4, "little") + body)
     sock.settimeout(10)
+    try:
+        sock.sendall(len(body).to_bytes(4, "little") + body)
+    except BrokenPipeError:
+        pass  # it is refused before it says anything
     print(sock.recv(4096))
 except OSError as error:
     print(error)

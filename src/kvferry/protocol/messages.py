@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.protocol.greeting import (
-    Challenge,
-    Hello,
-    Prove,
-    Welcome,
-)
-from kvferry.protocol.lookup import (
-    Attach,
-    Attached,
-    Clear,
-    Cleared,
-    Found,
-    Lookup,
-    Prefetch,
-    Prefetched,
-    Release,
-)
+from kvferry.protocol.greeting import Challenge, Hello, Prove, Welcome
+from kvferry.protocol.lookup import Attach, Attached, Clear, Cleared, Found, Lookup, Prefetch, Prefetched, Release
 from kvferry.protocol.message import (
     BLOCK_ID_BYTES,
     KEY_BYTES,
@@ -32,31 +17,9 @@ from kvferry.protocol.message import (
     TOKEN_NONCE_BYTES,
     Message,
 )
-from kvferry.protocol.registration import (
-    Confirm,
-    FdAck,
-    FdBatch,
-    Proof,
-    Register,
-    Registered,
-    Unregister,
-    Unregistered,
-)
-from kvferry.protocol.session import (
-    Closed,
-    Error,
-    Ping,
-    Pong,
-    Stats,
-    StatsReply,
-)
-from kvferry.protocol.transfer import (
-    Cancel,
-    Retrieve,
-    Retrieved,
-    Store,
-    Stored,
-)
+from kvferry.protocol.registration import Confirm, FdAck, FdBatch, Proof, Register, Registered, Unregister, Unregistered
+from kvferry.protocol.session import Closed, Error, Ping, Pong, Stats, StatsReply
+from kvferry.protocol.transfer import Cancel, Retrieve, Retrieved, Store, Stored
 
 Request = (
     Hello
