@@ -36,15 +36,7 @@ def metrics_of(values: Mapping[str, float]) -> Iterator[Metric]:
         measure = MEASURES.get(sample.name)
         family = families.get(sample.name)
         if family is None:
-            kind = (
-                UnknownMetricFamily
-                if measure is None
-                else GaugeMetricFamily
-                if measure.is_gauge
-                else CounterMetricFamily
-            )
-            text = sample.name if measure is None else measure.help
-            family = families[sample.name] = kind(PREFIX + sample.name, text)
+            family = families[sample.name] = _family(sample.name, measure)
         labels = {measure.label: sample.label} if measure is not None and measure.label else {}
         suffix = "_total" if family.type == "counter" else ""
         family.add_sample(PREFIX + sample.name + suffix, labels, sample.value)
