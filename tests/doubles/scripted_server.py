@@ -29,7 +29,9 @@ class ScriptedServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up. Idempotent."""
+        if self._listener.fileno() < 0:
+            return
         self._listener.shutdown(socket.SHUT_RDWR)
         if self._peer is not None:
             with contextlib.suppress(OSError):  # it has hung up itself
