@@ -36,9 +36,9 @@ def file_of(folder: Path, key: int) -> Path:
 
 
 @pytest.fixture
-def no_direct() -> Iterator[Path]:
+def no_direct(tmp_path: Path) -> Iterator[Path]:
     """A folder on a file system without O_DIRECT."""
-    folder = Path("/run") / f"kvferry-test-{os.getpid()}"
+    folder = tmp_path / "mounted"
     folder.mkdir()
     try:
         mount = subprocess.run(["mount", "-t", "ramfs", "ramfs", str(folder)], capture_output=True, check=False)
@@ -47,8 +47,6 @@ def no_direct() -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], capture_output=True, check=False)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 @pytest.mark.parametrize("nbytes", SIZES)

@@ -43,9 +43,9 @@ def in_child(code: str, *arguments: object) -> str:
 
 
 @pytest.fixture
-def small_disk() -> Iterator[Path]:
+def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB."""
-    folder = Path("/run") / f"kvferry-small-{os.getpid()}"
+    folder = tmp_path / "mounted"
     folder.mkdir()
     try:
         mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
@@ -55,8 +55,6 @@ def small_disk() -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", str(folder)], capture_output=True, check=False)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 def test_exactly_what_was_damaged_is_corrupt(tmp_path: Path) -> None:
