@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from kvferry.client import CacheClient as CacheClient
     from kvferry.errors import BlockIdError as BlockIdError
+    from kvferry.errors import ChunkCorruptError as ChunkCorruptError
+    from kvferry.errors import ChunkMissingError as ChunkMissingError
     from kvferry.errors import CopyCancelled as CopyCancelled
     from kvferry.errors import CudaError as CudaError
     from kvferry.errors import CudaUnavailableError as CudaUnavailableError
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from kvferry.errors import ServerGoneError as ServerGoneError
     from kvferry.errors import ShareError as ShareError
     from kvferry.errors import StaleHandleError as StaleHandleError
+    from kvferry.errors import TierError as TierError
+    from kvferry.errors import TierFullError as TierFullError
+    from kvferry.errors import TierUnavailableError as TierUnavailableError
     from kvferry.errors import UnknownDeviceError as UnknownDeviceError
     from kvferry.errors import UnsupportedMemoryError as UnsupportedMemoryError
     from kvferry.errors import WireError as WireError
@@ -45,6 +50,8 @@ _HOMES = {
     "kvferry.client": ("CacheClient",),
     "kvferry.errors": (
         "BlockIdError",
+        "ChunkCorruptError",
+        "ChunkMissingError",
         "CopyCancelled",
         "CudaError",
         "CudaUnavailableError",
@@ -58,6 +65,9 @@ _HOMES = {
         "ServerGoneError",
         "ShareError",
         "StaleHandleError",
+        "TierError",
+        "TierFullError",
+        "TierUnavailableError",
         "UnknownDeviceError",
         "UnsupportedMemoryError",
         "WireError",
