@@ -122,6 +122,11 @@ class Arena:
         """All that were forked and have not ended."""
         return self.zygote.children()
 
+    def chunk_files(self) -> list[str]:
+        """The files of the disk tier, but for its lock."""
+        files = [path for path in (self.folder / "disk").rglob("*") if path.is_file() and path.name != "lock"]
+        return sorted(str(path.relative_to(self.folder)) for path in files)
+
     def files_left(self) -> list[str]:
         """What no run may leave: the socket, and half-written chunks on disk."""
         found = [path for path in self.folder.rglob("*") if path.is_socket() or path.suffix == ".part"]

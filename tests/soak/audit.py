@@ -42,6 +42,7 @@ class Audit:
         wanted = (len(engines) + 1, len(engines), 0)
         _until(lambda: self._stats("sessions", "engines", "leases") == wanted)
         _until(lambda: len(self._unexplained_memory()) == 1)  # the server's own
+        _until(lambda: not self._chunk_files_open())
         state: _State = {
             "the server's descriptors and threads": self._server_state(),
             "the engines' descriptors and threads": [engine.side.call("facts") for engine in engines],
@@ -74,6 +75,7 @@ class Audit:
         self._compare({"the server's descriptors and threads": self._alone}, state, "once all engines have ended")
         arena.pinger.close()
         arena.server.end(REST_S)
+        _until(lambda: not arena.processes())
         left = {"processes": sorted(arena.processes()), "files": arena.files_left(), "in /dev/shm": _shared_files()}
         self._compare({"processes": [], "files": [], "in /dev/shm": self._dev_shm}, left, "when all had ended")
 
@@ -115,6 +117,10 @@ class Audit:
     def _server_state(self) -> _State:
         server = self._arena.server
         return {"fds": server.fds(), "threads": without_numbers(server.call("threads")["threads"])}
+
+    def _chunk_files_open(self) -> list[str]:
+        """Files of the disk tier that are read or written, which goes on for a while when the load rests."""
+        return [name for name in self._arena.server.fds() if "/disk/" in name and not name.endswith("/lock")]
 
     def _unexplained_memory(self) -> set[int]:
         mine = {inode for engine in self._arena.engines for inode in engine.side.memfd_inodes()}
