@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import subprocess
 import time
@@ -18,6 +19,7 @@ from serving.tiers import (
     MakeStage,
     file_of,
     files,
+    key_of,
     load,
     restart,
     settle,
@@ -96,6 +98,27 @@ def test_killed_while_it_writes_it_leaves_no_part_of_a_file(make_stage: MakeStag
     assert list(writing.iterdir()) == []
     assert (load(engine, 1, 2, held), load(engine, 2, 3, [])) == (2, 0)
     assert stats(engine)["disk_corrupt"] == 0
+
+
+def test_killed_again_and_again_it_has_what_had_a_file(make_stage: MakeStage) -> None:
+    stage = make_stage(disk_bytes=20 * CHUNK)
+    engine = started(stage)
+    held: dict[int, list[str]] = {}
+    choose = random.Random(5)
+    for number in range(3):
+        for seed in range(3 * number, 3 * number + 3):
+            held[seed] = store(engine, seed, 4)
+        enough = choose.randint(1, 12)
+        eventually(lambda enough=enough: stats(engine)["disk_chunks_written"] >= enough)  # type: ignore[misc]
+        stage.server.kill()
+        eventually(lambda: not stage.server.alive)
+        kept = files(stage)
+        lengths = {seed: next((n for n in range(4) if key_of(seed, n + 1) not in kept), 4) for seed in held}
+        assert sum(lengths.values()) > 0
+        stage.start_server()
+        wait_until_ready(stage, engine)
+        assert {seed: load(engine, seed, 4, held[seed]) for seed in held} == lengths
+    assert stats(engine)["disk_corrupt"] == stats(engine)["disk_torn"] == 0
 
 
 def test_as_much_is_loaded_as_there_is_memory_for(make_stage: MakeStage) -> None:

@@ -90,6 +90,11 @@ def files(stage: Stage) -> dict[str, Path]:
     return {path.name: path for path in Path(stage._config["disk_path"]).glob("kvferry-1/*/*") if len(path.name) == 64}
 
 
+def key_of(seed: int, chunk: int) -> str:
+    """The key of a prompt's chunk, counted from 1."""
+    return chain_hashes(prompt(seed, chunk * CHUNK_TOKENS), CHUNK_TOKENS)[-32:].hex()
+
+
 def file_of(stage: Stage, seed: int, chunk: int) -> Path:
     """The file of a prompt's chunk, counted from 1."""
-    return files(stage)[chain_hashes(prompt(seed, chunk * CHUNK_TOKENS), CHUNK_TOKENS)[-32:].hex()]
+    return files(stage)[key_of(seed, chunk)]
