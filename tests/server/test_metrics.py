@@ -67,10 +67,24 @@ def test_a_scrape_says_what_stats_say(server: CacheServer) -> None:
         assert scraped[name, labels] == sample.value, name
 
 
-def test_every_value_is_described(server: CacheServer) -> None:
-    with CacheClient(server.config.socket_path) as client:
-        unknown = {sample.name for sample in samples_of(client.stats())} - set(MEASURES)
+def test_every_value_of_a_server_with_all_tiers_is_described(tmp_path: Path) -> None:
+    config = ServerConfig(
+        socket_path=str(tmp_path / "s"),
+        memory_bytes=1 << 20,
+        device="cpu",
+        disk_path=str(tmp_path / "disk"),
+        disk_bytes=1 << 20,
+        remote_url=f"file://{tmp_path}/remote",
+        verify_memory=True,
+        metrics=":0",
+    )
+    with CacheServer(config) as server:
+        samples = list(samples_of(server.snapshot().values))
+        scraped = scrape(server)
+    unknown = {sample.name for sample in samples} - set(MEASURES)
     assert not unknown, "describe these in kvferry/server/measures.py"
+    for tier in ("disk", "remote"):
+        assert scraped["kvferry_tier_chunks_written_total", (("tier", tier),)] == 0
 
 
 def test_the_process_and_the_version_are_there(server: CacheServer) -> None:
