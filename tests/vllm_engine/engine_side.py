@@ -21,6 +21,9 @@ class EngineSide:
 
     def __init__(self, model: str, log: str, connector: dict[str, Any] | None = None, **arguments: Any) -> None:
         self._redirect(log)
+        ranks = arguments.get("tensor_parallel_size", 1)
+        if ranks > 1:  # which vLLM would not bind to processors by itself on a machine with one memory node
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         if connector is not None:
             arguments["kv_transfer_config"] = connector
         defaults: dict[str, Any] = {
@@ -108,6 +111,11 @@ class EngineSide:
     def preemptions(self) -> dict[str, Any]:
         """How many requests were preempted so far, as seen after each step."""
         return {"count": len(self._preempted)}
+
+    def metrics(self) -> dict[str, Any]:
+        """The connector's counters, as vLLM's Prometheus endpoint has them."""
+        found = {metric.name: getattr(metric, "value", 0) for metric in self._llm.get_metrics()}
+        return {"metrics": {name: value for name, value in found.items() if "kvferry" in name}}
 
     def reset_cache(self) -> dict[str, Any]:
         return {"done": self._scheduler.reset_prefix_cache(reset_connector=True)}

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 VOCAB = 512
 
@@ -16,6 +24,31 @@ def llama(folder: Path, seed: int = 7) -> Path:
     """Grouped-query attention, 4 layers, 2 KV heads of 32 elements."""
     torch.manual_seed(seed)
     return _save(LlamaForCausalLM(_config(LlamaConfig)), folder)
+
+
+def deepseek(folder: Path) -> Path:
+    """Multi-head latent attention: one latent vector a token and layer, of 512 + 64 elements."""
+    torch.manual_seed(7)
+    config = _config(
+        DeepseekV2Config,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        first_k_dense_replace=2,  # no layer has experts
+    )
+    return _save(DeepseekV2ForCausalLM(config), folder)
+
+
+def gemma(folder: Path) -> Path:
+    """Layers with a sliding window of 64 tokens, and layers without: two groups of KV caches."""
+    torch.manual_seed(7)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = _config(Gemma3TextConfig, head_dim=32, sliding_window=64, layer_types=kinds)
+    return _save(Gemma3ForCausalLM(config), folder)
 
 
 def _config(kind: Any, **fields: Any) -> Any:

@@ -19,6 +19,7 @@ from kvferry import CacheClient
 from vllm_engine.engine_zygote import PID
 
 HERE = Path(__file__).resolve().parent
+PAGE = 4096
 
 
 class Zygote:
@@ -48,7 +49,7 @@ class Zygote:
             (pid,) = PID.unpack(self._control.recv(PID.size))
         engine = Engine(pid, ours)
         try:
-            engine.call("start", timeout_s=120, **arguments)
+            engine.call("start", timeout_s=400, **arguments)
         except BaseException:
             engine.kill()
             raise
@@ -140,15 +141,21 @@ class Server:
         engine.call("step")
         assert engine.call("loading")["count"] == num_loads
 
-    def damage(self, offset: int) -> None:
-        """Change the byte at `offset` of the memory in which the server keeps chunks."""
+    def damage(self) -> None:
+        """Change one byte in the middle of the chunks that the server has in memory."""
         lines = Path(f"/proc/{self._process.pid}/maps").read_text().splitlines()
         spans = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines if "memfd:kvferry" in line]
-        start = max(spans, key=lambda span: span[1] - span[0])[0]
+        start, end = max(spans, key=lambda span: span[1] - span[0])
         with open(f"/proc/{self._process.pid}/mem", "r+b", buffering=0) as memory:
-            memory.seek(start + offset)
+            used = []
+            for place in range(start, end - PAGE, 16 * PAGE):
+                memory.seek(place)
+                if any(memory.read(64)):
+                    used.append(place)
+            place = used[len(used) // 2]
+            memory.seek(place)
             byte = memory.read(1)
-            memory.seek(start + offset)
+            memory.seek(place)
             memory.write(bytes([byte[0] ^ 1]))
 
     def stats(self) -> dict[str, float]:

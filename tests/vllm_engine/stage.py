@@ -20,29 +20,27 @@ class Stage:
         self.folder = folder
         self._numbers = itertools.count()
         self._engines: list[Engine] = []
-        self._server: Server | None = None
-
-    @property
-    def url(self) -> str:
-        return f"unix://{self.folder / 'kv.sock'}"
+        self._servers: list[Server] = []
 
     @property
     def server(self) -> Server:
-        assert self._server is not None
-        return self._server
+        """The first server."""
+        return self._servers[0]
 
     def serve(self, *options: str) -> Server:
-        self._server = Server(self.folder / "kv.sock", *options)
-        return self._server
+        self._servers.append(Server(self.folder / f"kv{len(self._servers)}.sock", *options))
+        return self._servers[-1]
 
-    def connector(self, role: str = "kv_both", policy: str = "recompute", **extra: Any) -> dict[str, Any]:
-        """The --kv-transfer-config of an engine on this stage's server."""
+    def connector(
+        self, role: str = "kv_both", policy: str = "recompute", *, server: int = 0, **extra: Any
+    ) -> dict[str, Any]:
+        """The --kv-transfer-config of an engine on one of this stage's servers, be it there or not."""
         return {
             "kv_connector": "KVFerryConnector",
             "kv_connector_module_path": "kvferry.connectors.vllm",
             "kv_role": role,
             "kv_load_failure_policy": policy,
-            "kv_connector_extra_config": {"url": self.url, **extra},
+            "kv_connector_extra_config": {"url": f"unix://{self.folder / f'kv{server}.sock'}", **extra},
         }
 
     def engine(self, *, connector: dict[str, Any] | None = None, model: Path | None = None, **arguments: Any) -> Engine:
@@ -65,8 +63,8 @@ class Stage:
                 if engine.alive:
                     engine.end()
         finally:
-            if self._server is not None:
-                self._server.close()
+            for server in self._servers:
+                server.close()
 
 
 class Reference:
