@@ -19,8 +19,8 @@ from kvferry.ipc import allocate_shared
 from kvferry.protocol import messages as v2
 from kvferry.protocol.messages import Clear, Error, Hello, Prefetch, Welcome
 from protocol import v1_messages as v1
-from serving.engine_side import BLOCK_SIZE, CHUNK_BLOCKS, CHUNK_TOKENS, prompt
-from serving.process import TESTS, Stage
+from serving.engine_side import BLOCK_SIZE, CHUNK_BLOCKS, CHUNK_TOKENS, link_of, prompt
+from serving.process import TESTS, Stage, eventually
 from serving.raw import Raw
 
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join((str(TESTS), *sys.path)), "OMP_NUM_THREADS": "1"}
@@ -74,6 +74,11 @@ def test_a_server_of_protocol_1_is_used(old_server: str) -> None:
             with pytest.raises(RequestError, match="version"):
                 call()
         client.ping()  # and that cost no session
+        before = cache.clone()
+        link_of(client)._hang_up("lost by the test")
+        eventually(lambda: client.connected)  # without probes: the old server reads where each storage begins
+        assert torch.equal(cache, before)
+        assert client.lookup("again", tokens).tokens == 2 * CHUNK_TOKENS
         client.unregister()
 
 
