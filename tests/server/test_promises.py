@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serving.engine_side import CHUNK_BLOCKS, CHUNK_TOKENS
-from serving.process import Side, Stage, Zygote
+from serving.process import Side, Stage, Zygote, eventually
 
 CHUNK = 65_536
 NUM_CHUNKS = 4
@@ -91,6 +91,23 @@ def test_a_chunk_lost_after_the_lookup_fails_the_same_blocks_on_both_ranks(
     assert scheduler.call("stats")["stats"]["leases"] == 0
     store(ranks[1:])
     assert lookup(scheduler)[0] == NUM_CHUNKS
+
+
+def test_a_chunk_lost_while_one_rank_copies_fails_there_too(pair: tuple[Stage, list[Side], Side]) -> None:
+    stage, ranks, scheduler = pair
+    held = store(ranks)
+    _, lease = lookup(scheduler)
+    stage.server.call("hold_copy", at=1, stoppable=False)
+    ranks[0].ask("retrieve", lease=lease, blocks=LATE)
+    eventually(lambda: stage.server.call("holds")["holds"])
+    stage.server.call("meddle", what="lose", rank=1, place=3)
+    stage.server.call("let_go")
+    for rank, want, outcome in (
+        (ranks[0], held[0], ranks[0].answer()),
+        (ranks[1], held[1], ranks[1].call("retrieve", lease=lease, blocks=LATE)),
+    ):
+        assert outcome["failed"] == LATE[2 * CHUNK_BLOCKS :]
+        assert rank.call("digest", blocks=LATE[:8])["digest"] == want[:8]
 
 
 def test_nothing_can_be_delivered_of_a_first_chunk_that_is_lost(pair: tuple[Stage, list[Side], Side]) -> None:

@@ -214,7 +214,7 @@ class Lookups:
         spaces = [rank.space for rank in search.engine.ranks.values()]
         for space in spaces:
             note = misses.reason(space, key)
-            if note is not None and index.find(space, key) is None:
+            if note is not None:
                 return note
         return Miss.GEOMETRY if index.is_elsewhere(key, spaces) else Miss.NOT_STORED
 
