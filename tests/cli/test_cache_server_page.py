@@ -1,4 +1,4 @@
-"""The operator's page says what the code says: each setting, each measure."""
+"""The operator's page says what the code says: each setting, each measure. Run this file to write its tables anew."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvferry.cli.config_sources import load_config
 from kvferry.config import ServerConfig, server_settings
 from kvferry.server.measures import MEASURES
 
-PAGE = (Path(__file__).parents[2] / "docs" / "cache-server.md").read_text(encoding="utf-8")
+FILE = Path(__file__).parents[2] / "docs" / "cache-server.md"
+PAGE = FILE.read_text(encoding="utf-8")
 
 
 def settings_table() -> str:
@@ -39,7 +40,7 @@ def measures_table() -> str:
 
 @pytest.mark.parametrize("table", [settings_table(), measures_table()], ids=["settings", "measures"])
 def test_tables_are_those_of_the_definitions(table: str) -> None:
-    assert table in PAGE, f"put this into docs/cache-server.md:\n{table}"
+    assert table in PAGE, f"run `python {Path(__file__).relative_to(FILE.parents[1])}`, which writes the tables anew"
 
 
 def test_the_file_on_the_page_is_right(tmp_path: Path) -> None:
@@ -51,3 +52,17 @@ def test_the_file_on_the_page_is_right(tmp_path: Path) -> None:
 
 def test_every_reason_of_a_miss_is_explained() -> None:
     assert [miss.value for miss in Miss if f"| `{miss.value}` |" not in PAGE] == []
+
+
+def write_tables() -> None:
+    """Put the tables of the definitions in place of those with the same head."""
+    page = PAGE
+    for table in (settings_table(), measures_table()):
+        head = re.escape(table.partition("\n")[0])
+        before, _, after = re.split(rf"^({head}\n(?:\|.*\n)+)", page, maxsplit=1, flags=re.MULTILINE)
+        page = f"{before}{table}\n{after}"
+    FILE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_tables()
