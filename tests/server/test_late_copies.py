@@ -40,7 +40,7 @@ class Engine:
         self.job: Job[RetrieveResult] = self.client.retrieve(lease, TARGET, timeout_s=TIMEOUT_S)
         with pytest.raises(DeadlineError):
             self.job.wait(TIMEOUT_S)
-        assert stage.server.call("holds")["holds"]
+        eventually(lambda: bool(stage.server.call("holds")["holds"]))
         assert not self.job.done()
 
     def use_blocks(self) -> None:

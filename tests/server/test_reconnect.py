@@ -95,6 +95,7 @@ def test_registering_twice_gives_one_mapping(stage: Stage, back: str) -> None:
     assert inode not in stage.server.memfd_inodes()
 
 
+@pytest.mark.timeout(120)  # it takes ten seconds where nothing else runs
 @pytest.mark.parametrize("device", ["cpu", "double"])
 def test_fifty_kills(zygote: Zygote, tmp_path: Path, device: str) -> None:
     """The engine asks all the time, stores, and gets its bytes back; 10 kills are enough over the driver's double."""
@@ -145,3 +146,21 @@ def test_a_scheduler_and_all_ranks_come_back(stage: Stage) -> None:
         assert found["tokens"] == TOKENS
         for rank in ranks:
             assert rank.call("retrieve", lease=found["lease"], blocks=OTHERS)["error"] is None
+
+
+def test_hits_come_back_from_disk(zygote: Zygote, tmp_path: Path) -> None:
+    stage = Stage(zygote, tmp_path, disk_path=str(tmp_path / "disk"), disk_bytes=64 << 20)
+    try:
+        engine = stage.engine()
+        stage.wait_for_memory(engine)
+        want = engine.call("fill", blocks=BLOCKS, seed=1)["digest"]
+        engine.call("store", seed=1, num_tokens=TOKENS, blocks=BLOCKS)
+        eventually(lambda: engine.call("stats")["stats"]["disk_chunks_written"] == 3)
+        kill(stage.server)
+        stage.start_server()
+        eventually(lambda: is_back(engine))
+        stage.wait_for_memory(engine)
+        eventually(lambda: engine.call("lookup", seed=1, num_tokens=TOKENS, wait_s=5.0)["tokens"] == TOKENS)
+        hit(engine, 1, want)
+    finally:
+        stage.close()
