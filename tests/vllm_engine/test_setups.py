@@ -32,7 +32,7 @@ def alone(zygote: Zygote, tmp_path: Path) -> Iterator[Any]:
 
 
 def test_latent_attention(stage: Stage, alone: Any, tmp_path: Path) -> None:
-    """One request at a time: vLLM's latent attention on CPUs gives other tokens in a batch, with and without KVferry."""
+    """One request at a time: vLLM itself gives other tokens in a batch of latent attention on CPUs."""
     model = models.deepseek(tmp_path / "deepseek")
     wanted = alone(model, max_num_seqs=1)
     stage.serve()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import torch
 import vllm
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -22,7 +23,7 @@ from kvferry.connectors.vllm.scheduler import SchedulerRules, SchedulerSide
 from kvferry.connectors.vllm.settings import ConnectorSettings
 from kvferry.connectors.vllm.worker import WorkerSide
 from kvferry.errors import KVFerryError
-from kvferry.ipc import IPCPolicy
+from kvferry.ipc import IPCPolicy, rehome
 from kvferry.layout import chunk_tokens_for
 
 # vLLM 0.26 has no way to take all blocks from a request whose load failed; later releases do.
@@ -65,8 +66,10 @@ def register(
     specs = layer_specs(group)
     client = CacheClient(settings.url, token=settings.token(), required=False)
     try:
-        on_cpu = next(iter(kv_caches.values())).device.type == "cpu"
-        isa = _cpu_isa(vllm_config, next(iter(specs.values()))) if on_cpu else ""
+        isa = ""
+        if next(iter(kv_caches.values())).device.type == "cpu":
+            isa = _cpu_isa(vllm_config, next(iter(specs.values())))
+            rehome([*kv_caches.values(), *_views_of_layers(vllm_config, kv_caches)])
         client.register_kv_caches(
             kv_caches,
             engine_id=vllm_config.kv_transfer_config.engine_id,
@@ -106,6 +109,12 @@ def warn_of_failure_policy(transfer: Any) -> None:
             'FAIL. Set "kv_load_failure_policy": "recompute" in --kv-transfer-config, so that its tokens are computed.',
             transfer.kv_load_failure_policy,
         )
+
+
+def _views_of_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> list[Any]:
+    """The tensors that layers compute with, where those are other views of what is registered: all move together."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return [view for name in kv_caches if isinstance(view := getattr(layers.get(name), "kv_cache", None), torch.Tensor)]
 
 
 def _engine(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
