@@ -97,6 +97,9 @@ def test_a_lost_connection_frees_no_block_while_the_server_lives(engine: Engine)
         engine.client.unregister()
     assert not engine.job.done()
     assert engine.client.lookup("other", TOKENS) == (0, 0, 0)
+    registration = engine.client._presence.registration
+    assert registration is not None
+    assert registration.ring.in_use == 0  # other jobs are not kept from theirs
     engine.stage.server.call("let_go")
     assert engine.job.cancel(20) in (True, False)
     engine.use_blocks()

@@ -18,7 +18,7 @@ from kvferry.client.handshake import Greeting, connect, greet
 from kvferry.client.incoming import Heard, Incoming
 from kvferry.client.process import ServerProcess
 from kvferry.client.url import Address
-from kvferry.client.waiting import Answer, OnAnswer, Waiting
+from kvferry.client.waiting import Answer, OnAnswer, OnLost, Waiting
 from kvferry.errors import DeadlineError, ServerGoneError
 from kvferry.protocol.auth import Token
 from kvferry.protocol.framing import encode_request, send_within
@@ -101,16 +101,16 @@ class Link:
             self.send(make(talk.seq), timeout_s)
             return talk.receive(kind, timeout_s)
 
-    def expect(self, on_answer: OnAnswer) -> int:
+    def expect(self, on_answer: OnAnswer, on_lost: OnLost = lambda: None) -> int:
         """A new seq, that of a job, whose one answer goes to `on_answer` in whatever thread reads it.
 
         The server reads or writes our memory for it. So where the connection ends, whoever ended it, the failure is
         told only once that is over: the server has said so, or its process is gone (its socket can close before its
-        copies stop).
+        copies stop). That it has ended is told by `on_lost`, at once.
         """
         self._check()
         seq = self._waiting.next_seq()
-        self._waiting.add_job(seq, on_answer)
+        self._waiting.add_job(seq, on_answer, on_lost)
         return seq
 
     def forget(self, seq: int) -> None:

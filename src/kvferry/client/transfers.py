@@ -97,32 +97,29 @@ class Transfers:
             stream = torch.cuda.current_stream(device).cuda_stream
         ticket = registration.ring.record(stream, self._timeout_s)
 
+        def release() -> None:
+            """Also where the server may still wait for it: a later event in its place comes only after this one."""
+            registration.ring.release(ticket)
+
         def on_answer(answer: Answer) -> None:
             try:
-                registration.ring.release(ticket)
+                release()
             finally:
                 job.end(answer)
 
         try:
-            self._send(link, job, on_answer, lambda seq: make(seq, ticket))
+            seq = link.expect(on_answer, release)
+            job.bind(lambda: link.send(Cancel(seq), self._timeout_s))
+            self._send(link, seq, make(seq, ticket))
         except ServerGoneError as error:  # before all of the request was sent: nothing will come of it
             on_answer(error)
         except (KVFerryError, ValueError):
-            registration.ring.release(ticket)
+            release()
             raise
 
-    def _send(
-        self,
-        link: Link,
-        job: Job[StoreResult] | Job[RetrieveResult],
-        on_answer: Callable[[Answer], None],
-        make: Callable[[int], Message],
-    ) -> None:
-        """Have the request's answer end the job."""
-        seq = link.expect(on_answer)
-        job.bind(lambda: link.send(Cancel(seq), self._timeout_s))
+    def _send(self, link: Link, seq: int, message: Message) -> None:
         try:
-            link.send(make(seq), self._timeout_s)
+            link.send(message, self._timeout_s)
         except (KVFerryError, ValueError):
             link.forget(seq)
             raise

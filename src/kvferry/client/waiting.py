@@ -6,12 +6,14 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from kvferry.errors import KVFerryError
 from kvferry.protocol.messages import Reply
 
 Answer = Reply | KVFerryError
 OnAnswer = Callable[[Answer], None]
+OnLost = Callable[[], None]
 _LOG = logging.getLogger(__name__)
 
 
@@ -24,7 +26,7 @@ class Waiting:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never held while an answer is given
         self._talks: dict[int, OnAnswer] = {}
-        self._jobs: dict[int, OnAnswer] = {}
+        self._jobs: dict[int, tuple[OnAnswer, OnLost]] = {}
         self._ended: Callable[[], KVFerryError] | None = None
         self._seqs = itertools.count(1)
 
@@ -38,11 +40,14 @@ class Waiting:
             self._check()
             self._talks[seq] = on_answer
 
-    def add_job(self, seq: int, on_answer: OnAnswer) -> None:
-        """Give the one reply to `seq` to `on_answer`. Raises what the connection ended with, where it has."""
+    def add_job(self, seq: int, on_answer: OnAnswer, on_lost: OnLost) -> None:
+        """Give the one reply to `seq` to `on_answer`. Raises what the connection ended with, where it has.
+
+        `on_lost` is called where the connection ends before; the answer, or the failure in its place, may come later.
+        """
         with self._lock:
             self._check()
-            self._jobs[seq] = on_answer
+            self._jobs[seq] = on_answer, on_lost
 
     def drop(self, seq: int) -> None:
         """Nobody waits for replies to `seq` any more. Idempotent."""
@@ -57,7 +62,7 @@ class Waiting:
         """
         seq = getattr(reply, "seq", 0)
         with self._lock:
-            on_answer = self._talks.get(seq) or self._jobs.get(seq)
+            on_answer = self._talks.get(seq) or self._jobs.get(seq, (None, None))[0]
         if on_answer is not None:
             on_answer(reply)
             with self._lock:
@@ -70,14 +75,15 @@ class Waiting:
         """
         with self._lock:
             self._ended = error
-            failed = list(self._talks.values())
+            calls: list[OnLost] = [partial(on_answer, error()) for on_answer in self._talks.values()]
+            for on_answer, on_lost in self._jobs.values():
+                calls.append(partial(on_answer, error()) if jobs_too else on_lost)
             if jobs_too:
-                failed += self._jobs.values()
                 self._jobs.clear()
             left = bool(self._jobs)
-        for on_answer in failed:
+        for call in calls:
             try:
-                on_answer(error())
+                call()
             except Exception:  # noqa: BLE001 - the others are told all the same
                 _LOG.exception("an answer could not be delivered")
         return left
