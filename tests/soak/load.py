@@ -25,6 +25,7 @@ JOB_S = 20.0
 _TRUNKS, _BRANCHES = 6, 8
 _CUT_OFF_PAUSE_S = 0.02
 _REST_S = 0.002
+_MAX_LEFT = 4
 
 Tokens = npt.NDArray[np.int32]
 
@@ -145,16 +146,21 @@ class Worker(threading.Thread):
         if not found.tokens:
             return set()
         if self._dice.random() < self._habits.leave_lease:
-            self._row.add("leases_left")  # the server takes it back when it is overdue, or when we die
+            self._row.add("leases_left")  # until some later turn, or until the server sees us die
             self.leases_left.append(found.lease_id)
+            if len(self.leases_left) > _MAX_LEFT:
+                self._release(self.leases_left.pop(0))
             return set()
         failed = self._retrieve(found.lease_id, keys[: found.tokens // CHUNK_TOKENS * HASH_BYTES], blocks)
+        self._release(found.lease_id)
+        return failed
+
+    def _release(self, lease_id: int) -> None:
         self._row.at("release")
         try:
-            self._client.release(found.lease_id)
+            self._client.release(lease_id)
         except KVFerryError as error:
             self._error("release", error)
-        return failed
 
     def _retrieve(self, lease_id: int, keys: bytes, blocks: list[int]) -> set[int]:
         """Have the promised blocks filled; verify them, and that no others were touched. Those that were not filled."""

@@ -12,7 +12,7 @@ from soak.audit import Audit
 
 PING_S = 1.0
 LOAD: dict[str, Any] = {"threads": 8, "prompts": 2, "chunk_bytes": 1 << 20, "habits": {"max_chunks": 4}}
-SERVER: dict[str, Any] = {"memory_bytes": 48 << 20, "lease_ttl_s": 5.0}
+SERVER: dict[str, Any] = {"memory_bytes": 48 << 20}
 
 
 def run(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
