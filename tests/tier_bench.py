@@ -93,9 +93,15 @@ class TierBench:
 
     @property
     def busy(self) -> bool:
-        values = self.tiers.values()
+        """Whether anything is to be written, or in flight."""
+        return self.in_flight or bool(self.values().get("writes"))
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the tiers' threads have anything to do."""
+        values = self.values()
         queued = sum(values[key] for key in ("disk_queue", "remote_queue") if key in values)
-        return bool(queued or values.get("disk_scanning") or values.get("writes"))
+        return bool(queued or values.get("disk_scanning"))
 
     def tick(self, later_s: float = 0.0) -> None:
         """Let time pass."""

@@ -145,3 +145,21 @@ def test_a_name_is_not_written_while_it_is_deleted(make: Make) -> None:
     bench.disk.let_go()
     bench.settle()
     assert set(bench.disk.chunks) == {name("a"), name("ab")}
+
+
+def test_a_disk_that_hangs_while_it_is_read_at_the_start_works_once_it_answers(make: Make) -> None:
+    disk = MemoryTier(num_threads=1)
+    disk.stop("scan")
+    bench = make(disk=disk)
+    bench.step()
+    disk.wait_inside(1)
+    bench.tick(2)
+    bench.store("ab")
+    bench.tick(31)  # what it was asked meanwhile is taken back, so that nothing is in flight
+    assert not bench.index.dirty
+    disk.let_go()
+    bench.tick()
+    bench.settle()
+    bench.tick(11)
+    bench.settle()
+    assert set(disk.chunks) == {name("a"), name("ab")}

@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Iterable, Sequence
 
-from kvferry.cache import BytePool, Chunk, ChunkIndex, Reservation, Space
+from kvferry.cache import BytePool, Chunk, ChunkIndex, ChunkState, Reservation, Space
 from kvferry.cache.tiers import ChunkName
 from kvferry.cache.tiers.disk import StoredChunk
 from kvferry.cache.tiers.format import HEADER_BYTES
@@ -194,11 +194,20 @@ class DiskSide:
             self._freed.append(chunk)
 
     def _delete_freed(self) -> None:
-        """Delete the files of chunks that are in the index no more."""
+        """Delete the files of chunks that are in the index no more.
+
+        A chunk that is being written again takes its file over, once it is written.
+        """
         if not self._freed or not self.queue.usable:
             return
-        gone = {name_of(chunk): chunk for chunk in self._freed if self.index.find(chunk.space, chunk.key) is None}
-        self._freed = []
+        gone: dict[ChunkName, Chunk] = {}
+        freed, self._freed = self._freed, []
+        for chunk in freed:
+            there = self.index.find(chunk.space, chunk.key)
+            if there is None:
+                gone[name_of(chunk)] = chunk
+            elif there.state is ChunkState.RESERVED:
+                self._freed.append(chunk)
         chunks = [chunk for name, chunk in gone.items() if name not in self._deleting]
         for first in range(0, len(chunks), _NAMES_A_DELETION):
             batch = chunks[first : first + _NAMES_A_DELETION]

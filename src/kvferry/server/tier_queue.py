@@ -135,6 +135,7 @@ class TierQueue:
             self._paused_until = None
         if not self._tasks:
             self._moved_at = now
+            self._stuck = False
         elif now - self._moved_at > _STUCK_S and not self._stuck:
             self._stuck = True
             _LOG.error("the %s tier has not answered for %g s; it is left alone until it does", self.name, _STUCK_S)
