@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from kvferry.errors import ServerGoneError
 from kvferry.server.pulse import Pulse
 
 READ = selectors.EVENT_READ
@@ -37,6 +38,8 @@ class Loop(Generic[_T]):
         self._selector = selectors.DefaultSelector()
         self._inbox: deque[_T] = deque()
         self._stopping = threading.Event()
+        self._lock = threading.Lock()  # guards the wake-up, whose number is somebody else's once it is closed
+        self._closed = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector.register(self._wake_fd, READ, self._on_wake)
         self.pulse = Pulse("the loop")
@@ -54,14 +57,19 @@ class Loop(Generic[_T]):
             self._selector.unregister(fd)
 
     def post(self, item: _T) -> None:
-        """Hand over an item, from any thread; does not wait."""
-        self._inbox.append(item)
-        os.eventfd_write(self._wake_fd, 1)
+        """Hand over an item, from any thread; does not wait. Raises ServerGoneError once the loop is closed."""
+        with self._lock:
+            if self._closed:
+                raise ServerGoneError("the server has stopped")
+            self._inbox.append(item)
+            os.eventfd_write(self._wake_fd, 1)
 
     def stop(self) -> None:
         """Make `run` return soon, from any thread."""
         self._stopping.set()
-        os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self._wake_fd, 1)
 
     def run(self) -> None:
         """Serve until `stop`."""
@@ -74,9 +82,14 @@ class Loop(Generic[_T]):
             wait_s = max(0.0, min(self._on_tick(time.monotonic()), _MAX_WAIT_S))
 
     def close(self) -> None:
-        """Give the descriptors back, after `run` has returned."""
+        """Give the descriptors back, after `run` has returned. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._inbox.clear()
+            os.close(self._wake_fd)
         self._selector.close()
-        os.close(self._wake_fd)
 
     def _on_wake(self, _events: int) -> None:
         os.eventfd_read(self._wake_fd)

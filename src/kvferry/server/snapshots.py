@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvferry.errors import ServerGoneError
 from kvferry.server.health import Report
 from kvferry.server.pulse import Pulse
 
@@ -47,10 +48,11 @@ class Snapshots:
         self._question: Question | None = None
 
     def take(self) -> Snapshot:
-        """A snapshot; an unhealthy one where the loop does not answer within a second."""
-        answer = self._ask().answer
+        """A snapshot; an unhealthy one where the server has stopped, or its loop does not answer within a second."""
         try:
-            return answer.result(_ANSWER_S)
+            return self._ask().answer.result(_ANSWER_S)
+        except ServerGoneError as error:
+            return Snapshot({}, Report(False, (str(error),)))
         except concurrent.futures.TimeoutError:
             stalled = self._pulse.stalled(time.monotonic(), 0.0)
             return Snapshot({}, Report(False, (f"the loop does not answer within {_ANSWER_S:g} s: {stalled}",)))
@@ -59,6 +61,7 @@ class Snapshots:
         """The question that is open, so that a loop that hangs collects no more than one."""
         with self._lock:
             if self._question is None or self._question.answer.done():
-                self._question = Question()
-                self._post(self._question)
+                question = Question()
+                self._post(question)
+                self._question = question
             return self._question
