@@ -67,8 +67,8 @@ def make(client: Client, clock: Clock) -> Make:
     return make
 
 
-def load(job_id: int = 1, name: str = "r", lease: int = 7) -> StepPlan:
-    return StepPlan(loads=(LoadPlan(job_id, name, lease, (10, 11, 12, 13), 1, 8),))
+def load(job_id: int = 1, name: str = "r", lease: int = 7, skip: int = 1) -> StepPlan:
+    return StepPlan(loads=(LoadPlan(job_id, name, lease, (10, 11, 12, 13), skip, 8),))
 
 
 def store(job_id: int = 2) -> StepPlan:
@@ -162,6 +162,16 @@ def test_where_vllm_cannot_drop_a_load_the_request_waits(client: Client, make: M
     assert told(worker) == (set(), set())
     client.jobs[0].end(ServerGoneError("its process has ended"))
     assert told(worker) == ({"r"}, {11, 12, 13})
+
+
+def test_all_blocks_bad_is_as_good_as_dropping(client: Client, make: Make, clock: Clock) -> None:
+    worker = make(can_drop_loads=False)
+    worker.start_loads(load(skip=0))
+    clock.now += 1000
+    assert told(worker) == ({"r"}, {10, 11, 12, 13})
+    assert worker.dropped == {"r"}
+    client.jobs[0].end(ServerGoneError("its process has ended"))
+    assert told(worker) == (set(), set())
 
 
 def test_stores_are_counted_and_reported(client: Client, make: Make) -> None:

@@ -82,7 +82,8 @@ def test_a_server_that_freezes(stage: Stage, reference: Reference) -> None:
     assert engine.call("run")["done"]
     assert engine.call("results", ids=ids)["tokens"] == wanted
     blocks = engine.call("blocks")
-    assert 0 < blocks["all"] - blocks["free"] <= 24  # the loads' targets, until it is known that nothing lands there
+    # The targets of three loads, until it is known that nothing lands there, and what three stores may still read.
+    assert 24 <= blocks["all"] - blocks["free"] <= 48
     assert "stay out of use" in stage.log()
 
     new = prompts(60)

@@ -40,9 +40,9 @@ class _Store:
 class WorkerSide:
     """The jobs of one rank. One thread, vLLM's; nothing waits for the server but a moment in an idle step.
 
-    `can_drop_loads` says that vLLM can take all blocks from a request whose load failed. Where the server does not
-    confirm that a load is stopped, the request is then computed in other blocks, and the old ones stay out of use until
-    it has ended. Without that such a request waits.
+    Where the server does not confirm that a load is stopped, the request is computed in other blocks, and the old ones
+    stay out of use until it has ended. vLLM takes all blocks from a request where none of them is good, or where
+    `can_drop_loads`, because of which releases without that have such a request wait if it has good blocks of its own.
     """
 
     def __init__(
@@ -145,7 +145,8 @@ class WorkerSide:
                 load.cancelled = True
                 with contextlib.suppress(KVFerryError):
                     job.cancel(timeout_s=0.0)
-            if age_s > self._load_timeout_s + 2 * GRACE_S and self._can_drop_loads and not load.given_up:
+            droppable = self._can_drop_loads or load.plan.skip_blocks == 0
+            if age_s > self._load_timeout_s + 2 * GRACE_S and droppable and not load.given_up:
                 self._give_up(load)
             return False
         if load.given_up:
@@ -162,6 +163,8 @@ class WorkerSide:
 
     def _give_up(self, load: _Load) -> None:
         load.given_up = True
+        if not self._can_drop_loads:
+            self._failed_blocks.update(load.plan.target_ids)
         self._received.add(load.plan.request_id)
         self._report.dropped.add(load.plan.request_id)
         self.counters.add("loads_failed")
