@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from kvferry.client import CacheClient
 from kvferry.errors import DeadlineError, KVFerryError, RequestError
 from kvferry.ipc import allocate_shared, process_table
-from kvferry.server import CacheServer, ServerConfig
+from kvferry.server import CacheServer, ServerConfig, unmapping
 from kvferry.server import server as server_module
 from kvferry.server.device import HostDevice
 from kvferry.server.memory import Memory
@@ -81,17 +81,17 @@ def test_an_embedded_server_whose_loop_breaks_says_so(config: ServerConfig) -> N
 
 
 class Stuck:
-    """Mappings that are not unmapped in time, until they are let go."""
+    """Mappings that are not unmapped until they are let go, under a worker that gives up on them soon."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.holds = True
-        self._drain = process_table().mappings.drain
-        monkeypatch.setattr(process_table().mappings, "drain", self.drain)
+        self._unmapping = process_table().mappings.unmapping
+        monkeypatch.setattr(process_table().mappings, "unmapping", self.unmapping)
+        monkeypatch.setattr(unmapping, "_LIMIT_S", 0.3)
 
-    def drain(self, timeout_s: float = 10.0) -> None:
-        if self.holds:
-            raise DeadlineError("1 released mappings were not unmapped within 10 s")
-        self._drain(timeout_s)
+    def unmapping(self) -> Callable[[], bool]:
+        ended = self._unmapping()
+        return lambda: not self.holds and ended()
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_unregistered_is_said_only_when_it_is_so(server: CacheServer, stuck: Stu
     with CacheClient(server.config.socket_path) as client:
         register(client)
         for _ in range(2):
-            with pytest.raises(RequestError, match=r"still mapped.*HostIPCWrapper.*1 released.*\[mapped\]"):
+            with pytest.raises(RequestError, match=r"still mapped, after 0.3 s.*HostIPCWrapper.*\[mapped\]"):
                 client.unregister()
             client.ping()
         stuck.holds = False
@@ -132,13 +132,27 @@ def test_a_session_ends_whose_mappings_stay(server: CacheServer, stuck: Stuck) -
 
 
 def test_a_repeated_unregister_waits_too(server: CacheServer, stuck: Stuck, monkeypatch: pytest.MonkeyPatch) -> None:
-    unmapped = threading.Event()
-    stuck.holds = False
-    monkeypatch.setattr(process_table().mappings, "drain", lambda timeout_s: unmapped.wait(timeout_s))
+    monkeypatch.setattr(unmapping, "_LIMIT_S", 30.0)
     with CacheClient(server.config.socket_path, timeout_s=0.3) as client:
         register(client)
         for _ in range(2):
             with pytest.raises(DeadlineError):
                 client.unregister()
-        unmapped.set()
+        stuck.holds = False
         client.unregister()
+
+
+def test_memory_that_is_slow_to_unmap_holds_up_no_other_engine(server: CacheServer, stuck: Stuck) -> None:
+    with CacheClient(server.config.socket_path) as other, CacheClient(server.config.socket_path) as doomed:
+        cache = allocate_shared((2, 64, 16, 8, 8), torch.float32)
+        other.register_kv_caches({"layer": cache}, engine_id="o", model="m", format="vllm_flash_attention")
+        eventually(lambda: other.stats()["memory_bytes"] > 0)
+        register(doomed)
+        ending = threading.Thread(target=doomed.close, daemon=True)
+        ending.start()
+        eventually(lambda: other.stats()["engines"] == 1)
+        assert other.store(list(range(64)), [0, 1, 2, 3]).wait(10).num_stored == 1
+        assert other.stats()["sessions"] == 2  # that of the other is still ending
+        stuck.holds = False
+        ending.join(20)
+        eventually(lambda: other.stats()["sessions"] == 1)

@@ -129,14 +129,23 @@ class MappingTable:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            with self._lock:
-                self._apply_releases()
-                idle = [e for e in self._entries.values() if e.count == 0 and e.state is not _State.OPENING]
+            idle = self._idle()
             if not idle:
                 return
             self._released.put(None)
             if not idle[0].gone.wait(min(_LOOK_AGAIN_S, timeout_s)) and time.monotonic() >= deadline:
                 raise DeadlineError(f"{len(idle)} released mappings were not unmapped within {timeout_s} s")
+
+    def unmapping(self) -> Callable[[], bool]:
+        """What says, without waiting, whether all that has been released by now is unmapped, or in use again."""
+        idle = self._idle()
+
+        def ended() -> bool:
+            with self._lock:
+                self._apply_releases()
+                return all(entry.gone.is_set() or entry.count > 0 for entry in idle)
+
+        return ended
 
     def end(self, timeout_s: float = 2.0) -> None:
         """Unmap what has been released and end the thread, as the process ends; what is in use stays mapped.
@@ -162,6 +171,12 @@ class MappingTable:
                 closes=self._closes,
                 close_failures=self._close_failures,
             )
+
+    def _idle(self) -> list[_Entry]:
+        """What is released and not unmapped."""
+        with self._lock:
+            self._apply_releases()
+            return [e for e in self._entries.values() if e.count == 0 and e.state is not _State.OPENING]
 
     def _find_or_insert(self, key: MappingKey) -> tuple[_Entry, threading.Event | None]:
         """The entry of `key`, counted once more, and None; or an entry and the event to wait on before asking again."""

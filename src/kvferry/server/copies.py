@@ -22,6 +22,8 @@ from kvferry.server.tasks import CopyDone, CopyTask, Direction, Failure
 
 _FIRST_POLL_S = 0.0001
 _LAST_POLL_S = 0.002
+_EXPIRE_S = 0.1  # how often the time limits of all that wait are looked at
+_WINDOW = 8  # how many of a turn may be asked at once, those that have waited longest
 _CANCELLED = Failure("cancelled", "the job was cancelled; nothing of it is in flight")
 
 
@@ -46,7 +48,8 @@ class CopyQueue:
         self._post = post
         self._cancelled: set[int] = set()
         self._ended: set[int] = set()
-        self._waiting: list[_Copy] = []
+        self._waiting: dict[tuple[int, Direction], list[_Copy]] = {}
+        self._expire_at = 0.0
         self._ready: dict[tuple[int, Direction], deque[_Copy]] = {}  # the one whose turn it is comes first
         self._poll_s = _FIRST_POLL_S
 
@@ -83,37 +86,49 @@ class CopyQueue:
         except (KVFerryError, ValueError) as error:
             self._end(copy, failure_of(error))
             return
-        self._waiting.append(copy)
+        turn = (task.cache_id, task.direction)
+        self._waiting.setdefault(turn, []).append(copy)
         self._poll_s = _FIRST_POLL_S
-        self.poll()
+        self._poll_turn(turn, time.monotonic(), all_limits=False)
 
     def drop_cache(self, cache_id: int) -> None:
         """End all jobs of a cache, none of which is running."""
-        for copy in self._waiting:
-            if copy.task.cache_id == cache_id:
-                self._end(copy, _CANCELLED)
-        self._waiting = [copy for copy in self._waiting if copy.task.cache_id != cache_id]
         for direction in Direction:
-            for copy in self._ready.pop((cache_id, direction), ()):
-                self._end(copy, _CANCELLED)
+            for copies in (self._waiting, self._ready):
+                for copy in copies.pop((cache_id, direction), ()):
+                    self._end(copy, _CANCELLED)
         self._ended.discard(cache_id)
 
     def poll(self) -> None:
-        """Ask the events of all that wait."""
+        """Ask the events of those that have waited longest.
+
+        An engine may have many jobs behind an event that never comes, and others' copies must not wait for its polls.
+        """
         if not self._waiting:
             return
         now = time.monotonic()
+        all_limits = bool(self._cancelled or self._ended) or now >= self._expire_at
+        if all_limits:
+            self._expire_at = now + _EXPIRE_S
+        for turn in list(self._waiting):
+            self._poll_turn(turn, now, all_limits=all_limits)
+        self._poll_s = min(self._poll_s * 2, _LAST_POLL_S)
+
+    def _poll_turn(self, turn: tuple[int, Direction], now: float, *, all_limits: bool) -> None:
+        """Ask the events of the first in a turn, and look at the time limits of the others, too, with `all_limits`."""
+        copies = self._waiting.pop(turn)
         still: list[_Copy] = []
-        for copy in self._waiting:
-            state = self._ask(copy, now)
+        for place, copy in enumerate(copies if all_limits else copies[:_WINDOW]):
+            state = self._ask(copy, now) if place < _WINDOW else self._limit(copy, now) or False
             if isinstance(state, Failure):
                 self._end(copy, state)
             elif state:
-                self._ready.setdefault((copy.task.cache_id, copy.task.direction), deque()).append(copy)
+                self._ready.setdefault(turn, deque()).append(copy)
             else:
                 still.append(copy)
-        self._waiting = still
-        self._poll_s = min(self._poll_s * 2, _LAST_POLL_S)
+        still += [] if all_limits else copies[_WINDOW:]
+        if still:
+            self._waiting[turn] = still
 
     def step(self, device: Device) -> None:
         """Copy the next chunks of the job whose turn it is; raises only where the device has failed for good."""
@@ -175,10 +190,9 @@ class CopyQueue:
     def _ask(self, copy: _Copy, now: float) -> bool | Failure:
         """Whether the copy may begin, or why it ends instead."""
         task = copy.task
-        if self._is_cancelled(copy):
-            return _CANCELLED
-        if now >= task.deadline:
-            return Failure("deadline", "the engine's work before this job was not done in time; nothing was copied")
+        limit = self._limit(copy, now)
+        if limit is not None:
+            return limit
         if task.ticket is None:
             return True
         events = self._caches[task.cache_id].events
@@ -187,6 +201,14 @@ class CopyQueue:
             return events.query(task.ticket)
         except (KVFerryError, ValueError) as error:
             return failure_of(error)
+
+    def _limit(self, copy: _Copy, now: float) -> Failure | None:
+        """Why the copy ends though its event has not come."""
+        if self._is_cancelled(copy):
+            return _CANCELLED
+        if now >= copy.task.deadline:
+            return Failure("deadline", "the engine's work before this job was not done in time; nothing was copied")
+        return None
 
     def _is_cancelled(self, copy: _Copy) -> bool:
         return copy.task.job_id in self._cancelled or copy.task.cache_id in self._ended

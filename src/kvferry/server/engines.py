@@ -10,6 +10,8 @@ from kvferry.errors import RequestError
 from kvferry.layout import namespace
 from kvferry.protocol.messages import Register
 
+MAX_PIECES = 1 << 18  # of one chunk: what a copier can take on without holding up others
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -27,6 +29,13 @@ class Geometry:
         blocks, rest = divmod(chunk, layout.block_size)
         if rest:
             raise RequestError("geometry", f"a chunk of {chunk} tokens is no multiple of blocks of {layout.block_size}")
+        pieces = blocks * len(layout.planes)
+        if pieces > MAX_PIECES:
+            raise RequestError(
+                "geometry",
+                f"a chunk of {chunk} tokens lies in {pieces} pieces ({blocks} blocks in {len(layout.planes)} planes); "
+                f"at most {MAX_PIECES} are moved at once: use smaller chunks",
+            )
         # The chunk's size belongs to what its bytes mean: a slot of one size is never read as one of another.
         fingerprint = hashlib.sha256(layout.fingerprint() + chunk.to_bytes(8, "little")).digest()
         return cls(fingerprint, chunk, layout.block_size, blocks * layout.block_bytes)

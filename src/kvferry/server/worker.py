@@ -13,14 +13,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvferry.errors import DeadlineError, KVFerryError
-from kvferry.ipc.table import process_table
 from kvferry.server.copies import CopyQueue
 from kvferry.server.device import Device
 from kvferry.server.failures import failure_of
 from kvferry.server.opened import OpenedCache
 from kvferry.server.pulse import Pulse
 from kvferry.server.tasks import (
-    CacheClosed,
     CacheOpened,
     CloseTask,
     Completion,
@@ -35,13 +33,13 @@ from kvferry.server.tasks import (
     Task,
     WorkerFailed,
 )
+from kvferry.server.unmapping import Unmappings
 
 _LOG = logging.getLogger(__name__)
 
 _T = TypeVar("_T", OpenTask, FdsTask)
 
 _IDLE_S = 1.0
-_DRAIN_S = 10.0
 
 
 class DeviceWorker:
@@ -68,7 +66,7 @@ class DeviceWorker:
         self._post = post
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._caches: dict[int, OpenedCache] = {}
-        self._unmapping: dict[int, str] = {}  # what was closed, and may be mapped still
+        self._unmappings = Unmappings(name, post)
         self._copies = CopyQueue(self._caches, memory_address=memory_address, post=post)
         self._preparing: deque[PrepareTask] = deque()
         self._thread = threading.Thread(target=self._run, name=f"kvferry-{name}", daemon=True)
@@ -133,8 +131,8 @@ class DeviceWorker:
             self._post(WorkerFailed(self.name, failure.text))
         finally:
             for cache_id in list(self._caches):
-                self._copies.drop_cache(cache_id)
-                self._close(cache_id)
+                self._let_go(cache_id)
+            self._unmappings.finish()
             self._close_device(device)
         while failure is not None and (task := self._next_task()) is not None:
             self._refuse_task(task, failure)
@@ -143,8 +141,9 @@ class DeviceWorker:
         """The next task, however long that takes; None to end."""
         while True:
             self.pulse.beat()
+            self._unmappings.look()
             with contextlib.suppress(queue.Empty):
-                return self._tasks.get(timeout=_IDLE_S)
+                return self._tasks.get(timeout=self._unmappings.wait_s or _IDLE_S)
 
     def _refuse_task(self, task: Task, failure: Failure) -> None:
         """The device cannot be used."""
@@ -158,9 +157,10 @@ class DeviceWorker:
     def _take_tasks(self, device: Device) -> bool:
         """Do all small tasks that have come; waits for one where there is nothing else to do. False to end."""
         self.pulse.beat()
-        wait_s = 0.0 if self._preparing else self._copies.wait_s
+        self._unmappings.look()
+        waits = (0.0 if self._preparing else None, self._copies.wait_s, self._unmappings.wait_s, _IDLE_S)
         try:
-            task = self._tasks.get(timeout=_IDLE_S if wait_s is None else wait_s)
+            task = self._tasks.get(timeout=min(wait for wait in waits if wait is not None))
             while task is not None:
                 with self.pulse.step(type(task).__name__):
                     self._handle(task, device)
@@ -190,8 +190,7 @@ class DeviceWorker:
         except Exception as error:
             if not isinstance(error, KVFerryError):
                 _LOG.exception("cache %d of %s cannot be opened", task.cache_id, self.name)
-            if task.cache_id in self._caches:
-                self._close(task.cache_id)
+            self._let_go(task.cache_id)
             self._post(CacheOpened(task.cache_id, failure=failure_of(error)))
             if device.is_fatal(error):
                 raise
@@ -224,24 +223,15 @@ class DeviceWorker:
 
     def _end_cache(self, cache_id: int) -> None:
         """Drop a cache, if it is open, and say whether anything of it is still mapped."""
-        self._copies.drop_cache(cache_id)
-        self._post(CacheClosed(cache_id, self._close(cache_id)))
+        self._let_go(cache_id)
+        self._unmappings.answer(cache_id)
 
-    def _close(self, cache_id: int) -> Failure | None:
-        """Unmap a cache, and wait until it is unmapped; what is wrong where it is not. May be called again then."""
+    def _let_go(self, cache_id: int) -> None:
+        """End a cache's jobs, and stop using it. Nothing where it is not open."""
+        self._copies.drop_cache(cache_id)
         cache = self._caches.pop(cache_id, None)
         if cache is not None:
-            self._unmapping[cache_id] = cache.storage_names()
-            for error in cache.close():
-                _LOG.error("closing cache %d of %s: %s", cache_id, self.name, error)
-        try:
-            process_table().mappings.drain(_DRAIN_S)
-        except DeadlineError as error:
-            names = self._unmapping.get(cache_id, "none")
-            _LOG.error("closing cache %d of %s (%s): %s", cache_id, self.name, names, error)
-            return Failure("mapped", f"the server may have these storages still mapped: {names}: {error}; ask again")
-        self._unmapping.clear()  # whatever was released is unmapped, of all caches
-        return None
+            self._unmappings.let_go(cache_id, cache)
 
     def _close_device(self, device: Device) -> None:
         try:
