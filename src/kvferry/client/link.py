@@ -57,11 +57,14 @@ class Link:
         self._send_lock = threading.Lock()
         self._fd_lock = threading.Lock()  # guards the closing of the descriptors; held for a moment only
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._idle = select.epoll()  # the reader's thread sleeps on it
         try:
             self._socket = connect(address, timeout_s)
         except BaseException:
             os.close(self._wake_fd)
+            self._idle.close()
             raise
+        self._idle.register(self._socket, select.EPOLLIN)
         self._server = ServerProcess(self._socket)  # before it answers, so that it is the one that does
         self._incoming = Incoming(self._socket, deliver=self._waiting.deliver, hang_up=self._hang_up)
         tell_after_fork(self)
@@ -144,14 +147,23 @@ class Link:
         if not self._incoming.turn.acquire(blocking=False):
             return
         try:
-            poller = select.poll()
+            if not self._ended:  # else the descriptors may be closed
+                self._read_until(answers, deadline)
+        finally:
+            self._incoming.turn.release()
+
+    def _read_until(self, answers: queue.SimpleQueue[Answer], deadline: float) -> None:
+        """Needs the turn. The reader's thread sleeps on meanwhile: if both woke, they would wait for each other."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        poller.register(self._wake_fd, select.POLLIN)
+        self._idle.modify(self._socket, 0)
+        try:
             while answers.empty() and not self._ended and (left := deadline - time.monotonic()) > 0:
-                poller.register(self._socket, select.POLLIN)
-                poller.register(self._wake_fd, select.POLLIN)
                 poller.poll(left * 1e3)
                 self._incoming.read()
         finally:
-            self._incoming.turn.release()
+            self._idle.modify(self._socket, select.EPOLLIN)
 
     @property
     def ended(self) -> bool:
@@ -186,6 +198,7 @@ class Link:
         self._socket.close()
         self._incoming.close()
         os.close(self._wake_fd)
+        self._idle.close()
         self._server.close()
 
     def _check(self) -> None:
@@ -222,17 +235,15 @@ class Link:
                     self._close_fds()
 
     def _read_until_gone(self) -> None:
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        poller.register(self._wake_fd, select.POLLIN)
-        self._server.watch(poller)
+        self._idle.register(self._wake_fd, select.EPOLLIN)
+        self._server.watch(self._idle)
         heartbeat_s = self.greeting.heartbeat_s
         idle_s = min(_IDLE_S, heartbeat_s / 4) if heartbeat_s > 0 else _IDLE_S
         while not self._ended:
             if self._dropped:
                 self._hang_up("the client was dropped")
                 return
-            ready = poller.poll(idle_s * 1e3)
+            ready = self._idle.poll(idle_s)
             if ready and all(fd not in (self._socket.fileno(), self._wake_fd) for fd, _ in ready):
                 self._hang_up("the server's process ended")  # and another that it forked holds the socket
                 return

@@ -29,7 +29,7 @@ class ServerProcess:
     def __init__(self, sock: socket.socket) -> None:
         self._pidfd = _pidfd_of(sock)
 
-    def watch(self, poller: select.poll) -> None:
+    def watch(self, poller: select.poll | select.epoll) -> None:
         """Have `poller` wake when the process is gone; see `is_gone`."""
         if self._pidfd is not None:
             poller.register(self._pidfd, select.POLLIN)
