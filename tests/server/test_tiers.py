@@ -42,6 +42,25 @@ def test_what_was_stored_outlives_the_server(make_stage: MakeStage) -> None:
     assert stats(engine)["disk_chunks_read"] == 8
 
 
+def test_ranks_get_the_same_length_from_disk(make_stage: MakeStage) -> None:
+    stage = make_stage()
+    ranks = [stage.engine(num_blocks=192, register={"rank": rank, "world_size": 2}) for rank in (0, 1)]
+    wait_until_ready(stage, ranks[0])
+    held = [store(engine, 1, 4) for engine in ranks]
+    settle(ranks[0])
+    restart(stage)
+    for engine in ranks:
+        wait_until_ready(stage, engine)
+    one_of_two = next(Path(stage._config["disk_path"]).glob(f"kvferry-1/*/{key_of(1, 3)}"))
+    one_of_two.write_bytes(one_of_two.read_bytes()[:-1] + b"?")
+    found = ranks[0].call("lookup", seed=1, num_tokens=4 * CHUNK_TOKENS, wait_s=20)
+    assert found["tokens"] == 2 * CHUNK_TOKENS
+    blocks = list(range(100, 108))
+    for engine, want in zip(ranks, held, strict=True):
+        assert engine.call("retrieve", lease=found["lease"], blocks=blocks) == {"failed": [], "error": None}
+        assert engine.call("digest", blocks=blocks)["digest"] == want[:8]
+
+
 @pytest.mark.parametrize("when", ["running", "down"])
 def test_exactly_what_is_damaged_misses_and_is_counted(make_stage: MakeStage, when: str) -> None:
     """C8."""
@@ -204,7 +223,7 @@ def test_a_disk_that_vanishes(make_stage: MakeStage) -> None:
 
 
 def test_a_slow_disk_costs_stores_and_nothing_else(make_stage: MakeStage) -> None:
-    stage = make_stage(memory_bytes=16 * CHUNK)
+    stage = make_stage(memory_bytes=16 * CHUNK, stall_s=1.5)
     engine = started(stage)
     other = stage.engine(register={"engine_id": "other"}, num_blocks=192)
     held = store(engine, 1, 8)
@@ -219,7 +238,9 @@ def test_a_slow_disk_costs_stores_and_nothing_else(make_stage: MakeStage) -> Non
     second = store(other, 2, 8)
     assert load(other, 2, 8, second, wait_s=0) == 8
     assert load(engine, 1, 8, held, wait_s=0) < 8
+    eventually(lambda: not stats(engine)["healthy"])  # U6: a thread hangs
     stage.server.call("let_files_go")
+    eventually(lambda: bool(stats(engine)["healthy"]))
     settle(engine)
     third = store(engine, 3, 8)
     settle(engine)
