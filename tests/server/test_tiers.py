@@ -223,7 +223,7 @@ def test_a_disk_that_vanishes(make_stage: MakeStage) -> None:
 
 
 def test_a_slow_disk_costs_stores_and_nothing_else(make_stage: MakeStage) -> None:
-    stage = make_stage(memory_bytes=16 * CHUNK, stall_s=1.5)
+    stage = make_stage(memory_bytes=16 * CHUNK, stall_s=2.0)
     engine = started(stage)
     other = stage.engine(register={"engine_id": "other"}, num_blocks=192)
     held = store(engine, 1, 8)
