@@ -149,7 +149,7 @@ def test_many_chunks_come_and_are_forgotten_and_no_queue_grows() -> None:
     fill(index, "kept")
     for _ in range(500):
         index.discard(fill(index, "abc")[0])
-    assert len(index._queues.share("a").leaves) < 150
+    assert len(index._queues.share("a").leaves[0]) < 150
     assert index.evict_one()
     assert hit(index, "kept") == 3
 

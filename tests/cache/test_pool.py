@@ -52,6 +52,48 @@ def test_without_areas_there_is_no_room() -> None:
     assert pool.allocate(1) is None
 
 
+@pytest.mark.parametrize(("size", "num_fit"), [(17, 15), (20, 12), (33, 7), (40, 6), (100, 2), (16, 16), (256, 1)])
+def test_as_many_slots_fit_as_the_bytes_allow(size: int, num_fit: int) -> None:
+    pool = make_pool((0, 256 * MIB), (257 * MIB, 256 * MIB))
+    offsets = []
+    while (offset := pool.allocate(size * MIB)) is not None:
+        offsets.append(offset)
+    assert len(offsets) == 2 * num_fit
+    assert pool.wasted_bytes == pool.capacity_bytes - pool.used_bytes
+    for offset in offsets:
+        pool.free(offset)
+    assert pool.wasted_bytes == 0
+
+
+def test_a_slab_is_no_larger_than_it_has_to_be() -> None:
+    pool = make_pool((0, 256 * MIB))
+    offset = pool.allocate(9 * MIB)  # 7 fit into 64 MiB, which wastes little; into 16 or 32 MiB fit 1 or 3
+    assert offset is not None
+    assert pool.wasted_bytes == MIB
+    assert sum(pool.allocate(16 * MIB) is not None for _ in range(16)) == 12
+
+
+def test_what_is_left_serves_though_it_does_not_suit() -> None:
+    pool = make_pool((0, 256 * MIB))
+    assert sum(pool.allocate(16 * MIB) is not None for _ in range(14)) == 14
+    assert pool.allocate(17 * MIB) is not None
+    assert pool.allocate(17 * MIB) is None
+
+
+def test_runs_are_whole_and_take_turns() -> None:
+    pool = make_pool((0, 16 * MIB))
+    offsets = {pool.allocate(MIB // 4) for _ in range(64)}
+    assert list(pool.runs(MIB // 4, 9)) == []  # all are of that size
+    runs = [next(iter(pool.runs(3 * MIB, 1))) for _ in range(16)]  # all of it would suit best, but is too much
+    assert sorted(len(run) for run in runs) == [16] * 16
+    runs = [next(iter(pool.runs(2 * MIB, 1))) for _ in range(16)]
+    assert sorted(len(run) for run in runs) == [8] * 16
+    assert {slot for run in runs for slot in run} == offsets
+    for slot in runs[0]:
+        pool.free(slot)
+    assert pool.allocate(2 * MIB) is not None
+
+
 def test_freeing_twice_is_a_fault() -> None:
     pool = make_pool((0, MIB))
     offset = pool.allocate(1000)

@@ -31,6 +31,16 @@ class BytePool:
         """Whether an empty pool could hold `nbytes`."""
         return nbytes <= self.capacity_bytes
 
+    def kind(self, nbytes: int) -> int:
+        """All places are of one kind."""
+        del nbytes
+        return 0
+
+    def runs(self, nbytes: int, limit: int) -> tuple[list[int], ...]:
+        """None: every place makes room."""
+        del nbytes, limit
+        return ()
+
     def allocate(self, nbytes: int) -> int | None:
         """A number for `nbytes`, or None where there is no room."""
         if nbytes <= 0:

@@ -1,10 +1,10 @@
-"""Which chunk goes first when room is needed: for each tenant its free leaves by last use, and what it holds."""
+"""Which chunk goes first when room is needed: the free leaves of each tenant by last use, and what it holds."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from kvferry.cache.chunk import Chunk
 
@@ -24,7 +24,10 @@ class Quotas:
 
 
 class TenantShare:
-    """What one tenant holds of a pool. `leaves` has each of its chunks at most once; entries may be out of date."""
+    """What one tenant holds of a pool. `leaves`, by the kind of place, have each of its chunks at most once.
+
+    Entries may be out of date.
+    """
 
     __slots__ = ("leaves", "limit_bytes", "num_chunks", "used_bytes")
 
@@ -32,7 +35,7 @@ class TenantShare:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self.num_chunks = 0
-        self.leaves: list[tuple[int, int, Chunk]] = []
+        self.leaves: dict[int, list[tuple[int, int, Chunk]]] = {}
 
     def fits(self, nbytes: int) -> bool:
         """Whether the tenant could ever have a chunk of `nbytes`."""
@@ -90,8 +93,9 @@ class EvictionQueues:
     comes up.
     """
 
-    def __init__(self, quotas: Quotas) -> None:
+    def __init__(self, quotas: Quotas, kind: Callable[[int], int]) -> None:
         self._quotas = quotas
+        self._kind = kind
         self._shares: dict[str, TenantShare] = {}
         self._ties = itertools.count()
         self.dirty = DirtyChunks()
@@ -130,21 +134,20 @@ class EvictionQueues:
         if chunk.queued or not chunk.evictable:
             return
         share = self._shares[chunk.space.tenant]
+        leaves = share.leaves.setdefault(self._kind(chunk.nbytes), [])
         chunk.queued = True
-        heapq.heappush(share.leaves, (chunk.last_use, next(self._ties), chunk))
-        if len(share.leaves) > 2 * share.num_chunks + _SLACK:  # most are of chunks that are gone
-            self._rebuild(share)
+        heapq.heappush(leaves, (chunk.last_use, next(self._ties), chunk))
+        if len(leaves) > 2 * share.num_chunks + _SLACK:  # most are of chunks that are gone
+            self._rebuild(leaves)
 
-    def oldest(self, tenant: str | None = None) -> Chunk | None:
-        """The least recently used chunk that may go, of one tenant or of all. It stays queued."""
-        if tenant is not None:
-            share = self._shares.get(tenant)
-            return None if share is None else self._top(share)
-        tops = (self._top(share) for share in self._shares.values())
+    def oldest(self, tenant: str | None = None, *, kind: int | None = None) -> Chunk | None:
+        """The least recently used chunk that may go, of one tenant or of all, of one kind or any. It stays queued."""
+        shares = self._shares.values() if tenant is None else [self.share(tenant)]
+        queues = (leaves for share in shares for each, leaves in share.leaves.items() if kind in (None, each))
+        tops = (self._top(leaves) for leaves in queues)
         return min((top for top in tops if top is not None), key=lambda chunk: chunk.last_use, default=None)
 
-    def _top(self, share: TenantShare) -> Chunk | None:
-        leaves = share.leaves
+    def _top(self, leaves: list[tuple[int, int, Chunk]]) -> Chunk | None:
         while leaves:
             last_use, _, chunk = leaves[0]
             if last_use == chunk.last_use and chunk.evictable:
@@ -154,10 +157,10 @@ class EvictionQueues:
             self.queue(chunk)
         return None
 
-    def _rebuild(self, share: TenantShare) -> None:
-        leaves, share.leaves = share.leaves, []
-        for _, _, chunk in leaves:
+    def _rebuild(self, leaves: list[tuple[int, int, Chunk]]) -> None:
+        entries, leaves[:] = list(leaves), []
+        for _, _, chunk in entries:
             chunk.queued = chunk.evictable
             if chunk.queued:
-                share.leaves.append((chunk.last_use, next(self._ties), chunk))
-        heapq.heapify(share.leaves)
+                leaves.append((chunk.last_use, next(self._ties), chunk))
+        heapq.heapify(leaves)

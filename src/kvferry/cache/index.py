@@ -34,7 +34,7 @@ class ChunkIndex(ChunkTree):
     """
 
     def __init__(self, pool: Pool, *, quotas: Quotas | None = None, misses: MissLog | None = None) -> None:
-        super().__init__(pool, EvictionQueues(quotas or Quotas({})), misses or MissLog(0))
+        super().__init__(pool, EvictionQueues(quotas or Quotas({}), pool.kind), misses or MissLog(0))
         self.counters = IndexCounters()
 
     def __repr__(self) -> str:
@@ -76,6 +76,7 @@ class ChunkIndex(ChunkTree):
         parent: Chunk | None = None
         fresh: list[Chunk] = []
         num_kept = 0
+        self._runs.begin()
         for position, key in enumerate(keys):
             chunk = self.find(space, key)
             if chunk is None and position >= start:
@@ -177,12 +178,7 @@ class ChunkIndex(ChunkTree):
     def evict_one(self, tenant: str | None = None) -> bool:
         """Drop the least recently used chunk, of one tenant or of all, that nothing needs; False if there is none."""
         chunk = self._queues.oldest(tenant)
-        if chunk is None:
-            return False
-        self._forget_tree(chunk)
-        self._misses.note(chunk.space, chunk.key, Miss.EVICTED)
-        self.counters.evicted += 1
-        return True
+        return chunk is not None and self._evict([chunk])
 
     def trim(self) -> int:
         """Evict until the pool, and every tenant, is within its limit, as far as that goes; how many went."""
@@ -206,12 +202,30 @@ class ChunkIndex(ChunkTree):
         offset: int | None = None
         if share.excess(nbytes) <= 0:
             offset = self._pool.allocate(nbytes)
-            while offset is None and self.evict_one():
+            while offset is None and self._make_room(nbytes):
                 offset = self._pool.allocate(nbytes)
         if keep is not None:
             keep.pins -= 1
             self._queues.queue(keep)
         return offset
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Evict a chunk of the same kind, or a run of others if that was used less recently or is all that can go.
+
+        No chunk goes without making room.
+        """
+        leaf = self._queues.oldest(kind=self._pool.kind(nbytes))
+        run = self._runs.oldest(nbytes, leaf)
+        return self._evict(run if run or leaf is None else [leaf])
+
+    def _evict(self, chunks: Sequence[Chunk]) -> bool:
+        """Drop these, and so all below them, which is among them; whether there were any."""
+        for chunk in chunks:
+            if chunk.state is not ChunkState.GONE:
+                self._forget_tree(chunk)
+            self._misses.note(chunk.space, chunk.key, Miss.EVICTED)
+        self.counters.evicted += len(chunks)
+        return bool(chunks)
 
     def _skip(self, space: Space, keys: Sequence[bytes], nbytes: int, *, is_share: bool) -> None:
         """Count why there is no place for these, and note it for the first: without it the others cannot be there."""

@@ -8,6 +8,7 @@ from kvferry.cache.chunk import Chunk, ChunkState, Space
 from kvferry.cache.eviction import DirtyChunks, EvictionQueues
 from kvferry.cache.misses import MissLog
 from kvferry.cache.pool import Pool
+from kvferry.cache.runs import Runs
 
 
 class ChunkTree:
@@ -17,6 +18,7 @@ class ChunkTree:
         self._pool = pool
         self._queues = queues
         self._misses = misses
+        self._runs = Runs(pool)
         self._spaces: dict[Space, dict[bytes, Chunk]] = {}
         self._clock = 0
         self._num_chunks = 0
@@ -64,6 +66,7 @@ class ChunkTree:
         self._num_chunks += 1
         self._misses.forget(chunk.space, chunk.key)
         self._queues.enter(chunk)
+        self._runs.chunks[chunk.offset] = chunk
         if chunk.parent is not None:
             chunk.parent.children.add(chunk)
         return chunk
@@ -120,5 +123,6 @@ class ChunkTree:
             self._queues.queue(parent)
 
     def _free(self, chunk: Chunk) -> None:
+        del self._runs.chunks[chunk.offset]
         self._pool.free(chunk.offset)
         self._queues.leave(chunk)

@@ -64,5 +64,6 @@ class State:
             "leases_expired": self.leases.num_expired,
             "memory_bytes": self.pool.capacity_bytes,
             "memory_used_bytes": self.pool.used_bytes,
+            "memory_wasted_bytes": self.pool.wasted_bytes,
             **{name: value for values in self.more_values for name, value in values().items()},
         }
