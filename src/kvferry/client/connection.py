@@ -25,10 +25,14 @@ OnEnd = Callable[[Link], None]
 Dial = Callable[[float, OnEnd], Link]
 
 
-class _Pauses:
-    """How long to wait before the next attempt: longer and longer, and little again after a link that lasted."""
+class _Attempts:
+    """How long to wait before the next one: longer and longer, and little again after a link that lasted.
+
+    `failure` is why the last one failed.
+    """
 
     def __init__(self) -> None:
+        self.failure = ""
         self._pause_s = FIRST_PAUSE_S
         self._connected_at = 0.0
 
@@ -40,6 +44,7 @@ class _Pauses:
         self._connected_at = time.monotonic()
 
     def lost(self) -> None:
+        self.failure = ""
         if time.monotonic() - self._connected_at > self._pause_s:
             self._pause_s = FIRST_PAUSE_S
 
@@ -62,8 +67,8 @@ class Connection:
         self._attempt: Link | None = None
         self._former: list[Link] = []  # ended, and the server may still copy
         self._thread: threading.Thread | None = None
-        self._why = ""
-        self._pauses = _Pauses()
+        self._why = ""  # how the last link ended, or why there was none
+        self._attempts = _Attempts()
         self._closing = threading.Event()
         self._dropped = self._forked = False
         self.incarnation = b""
@@ -105,8 +110,9 @@ class Connection:
     def gone(self) -> ServerGoneError:
         """Why there is no link now."""
         link = self._link
-        why = self._why if link is None or link.usable else link.gone()
-        return ServerGoneError(f"{why or 'the server was gone'}; trying to connect again")
+        why = self._why if link is None or link.usable else str(link.gone())
+        reasons = "; since then: ".join(dict.fromkeys(reason for reason in (why, self._attempts.failure) if reason))
+        return ServerGoneError(f"{reasons or 'the server was gone'}; trying to connect again")
 
     @contextlib.contextmanager
     def exclusive(self, *, interrupt: bool) -> Iterator[Link | None]:
@@ -179,10 +185,11 @@ class Connection:
             if link is not self._link:  # an attempt
                 return
             self._former.append(link)
-            self._link, self._why = None, str(link.gone())  # no error: that would hold on to where it was raised
+            self._link = None
+            self._why = str(link.gone())  # no error: that would hold on to where it was raised
             if self._closing.is_set() or self._dropped:
                 return
-            self._pauses.lost()
+            self._attempts.lost()
             self._start_thread()
         _LOG.warning("%s; going on without, and trying again", self._why)
 
@@ -204,16 +211,16 @@ class Connection:
     def _reconnect(self) -> None:
         """The thread: until there is a link again, or nobody wants one."""
         told: set[str] = set()
-        while not self._closing.wait(self._pauses.next_s()) and not self._dropped:
+        while not self._closing.wait(self._attempts.next_s()) and not self._dropped:
             try:
                 self._connect(min(self._timeout_s, _GREETING_S))
             except ServerGoneError as error:
-                self._why = str(error)
+                self._attempts.failure = str(error)
             except Exception as error:  # noqa: BLE001 - whatever it is, the next attempt may go well
-                self._why = str(error) if isinstance(error, KVFerryError) else repr(error)
-                if self._why not in told and len(told) < _MAX_TOLD:
-                    told.add(self._why)
-                    _LOG.warning("connecting again failed: %s; trying again", self._why)
+                self._attempts.failure = str(error) if isinstance(error, KVFerryError) else repr(error)
+                if self._attempts.failure not in told and len(told) < _MAX_TOLD:
+                    told.add(self._attempts.failure)
+                    _LOG.warning("connecting again failed: %s; trying again", self._attempts.failure)
             else:
                 return
 
@@ -245,7 +252,7 @@ class Connection:
             raise link.gone()
         reconnected = self._thread is not None
         self._link, self._thread, self._why = link, None, ""
-        self._pauses.connected()
+        self._attempts.connected()
         self.incarnation = link.greeting.incarnation
         if reconnected:
             _LOG.info("connected again")
