@@ -11,7 +11,7 @@ import pytest
 
 from doubles.scripted_server import ScriptedServer
 from kvferry.client import connection as connection_module
-from kvferry.client.connection import Connection, _Pauses
+from kvferry.client.connection import Connection, _Attempts
 from kvferry.client.link import Link
 from kvferry.client.url import UnixAddress
 from kvferry.errors import DeadlineError, RequestError, ServerGoneError
@@ -154,7 +154,7 @@ def test_why_there_is_no_link(connect: Callable[..., Connection], server: Script
 def test_pauses_grow_until_a_connection_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(connection_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    pauses = _Pauses()
+    pauses = _Attempts()
     for longest in (0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
         assert longest / 2 <= pauses.next_s() <= longest
     pauses.connected()
