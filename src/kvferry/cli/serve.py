@@ -77,7 +77,7 @@ def _announce(server: CacheServer, stop: threading.Event) -> None:
         if snapshot.values and there >= wanted:
             _say_ready(server, now - started)
             return
-        if now >= progress_at:
+        if now >= progress_at and server.running:
             progress_at = now + PROGRESS_S
             text = f"starting: answers at {', '.join(server.urls)}; {_progress(there, wanted)} of memory are ready"
             _LOG.info(text, extra={"memory_ready_bytes": there, "memory_bytes": wanted})

@@ -31,6 +31,8 @@ class Greeter:
         What peers over TCP are told; see Welcome.
     on_proven
         Called when a session has shown its token, before it is welcomed; raises RequestError where there is no room.
+    on_welcome
+        Called when the greeting is over.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class Greeter:
         incarnation: bytes,
         heartbeat_s: float,
         on_proven: Callable[[Session], None],
+        on_welcome: Callable[[Session], None],
     ) -> None:
         self._tokens = tokens
         self._incarnation = incarnation
         self._heartbeat_s = heartbeat_s
         self._on_proven = on_proven
+        self._on_welcome = on_welcome
         self._nobody = Token("nobody", secrets.token_bytes(MIN_SECRET_BYTES))
 
     def take(self, session: Session, message: Request) -> None:
@@ -108,3 +112,4 @@ class Greeter:
         heartbeat_s = self._heartbeat_s if greeting.remote else 0.0
         session.connection.lift_limit()
         session.send(Welcome(greeting.version, self._incarnation, mac, heartbeat_s))
+        self._on_welcome(session)

@@ -22,6 +22,7 @@ from kvferry.protocol.messages import (
 )
 from kvferry.server.engines import Engine
 from kvferry.server.session import CacheState, RankCache, Session
+from kvferry.server.session_log import SessionLog
 from kvferry.server.state import State
 from kvferry.server.tasks import CacheClosed, CacheOpened, CloseTask, FdsTaken, FdsTask, OpenTask
 
@@ -31,8 +32,9 @@ _LOG = logging.getLogger(__name__)
 class Registrar:
     """Moves registrations through their states. `on_closed(session)` is called when a session's cache is unmapped."""
 
-    def __init__(self, state: State, on_closed: Callable[[Session], None]) -> None:
+    def __init__(self, state: State, on_closed: Callable[[Session], None], *, log: SessionLog) -> None:
         self._state = state
+        self._log = log
         self._on_closed = on_closed
         self._caches: dict[int, RankCache] = {}
         state.more_values.append(self.values)
@@ -48,6 +50,10 @@ class Registrar:
             held[name] = held.get(name, 0) + cache.nbytes
         return held
 
+    def held_bytes(self, session: Session) -> int:
+        """How many bytes of KV caches the session has given that are not unmapped yet."""
+        return sum(self._caches[cache_id].nbytes for cache_id in session.caches)
+
     def register(self, session: Session, message: Register) -> None:
         """Claim the rank, and have the device's worker open the cache."""
         try:
@@ -57,6 +63,7 @@ class Registrar:
             engine = self._state.engines.claim(session.tenant, message, cache_id)
         except RequestError as error:
             self._state.refusals.count_registration(error.code)
+            self._log.refused_cache(session, (message.engine_id, message.rank), error.code, str(error))
             raise
         self._warn_if_too_large(engine)
         num_fds = message.num_fds + message.num_event_fds
@@ -118,6 +125,7 @@ class Registrar:
         cache.entry.live = True
         session.engine_id = cache.engine.key[1]
         self._state.counters.registrations += 1
+        self._log.registered(session, cache)
         session.send(Registered(message.seq))
 
     def unregister(self, session: Session, message: Unregister) -> None:
@@ -175,6 +183,7 @@ class Registrar:
             cache.session.send(Proof(cache.seq, done.nonces))
             return
         self._state.refusals.count_registration(done.failure.code)
+        self._log.refused_cache(cache.session, (cache.engine.key[1], cache.rank), done.failure.code, done.failure.text)
         cache.session.send(Error(cache.seq, done.failure.code, done.failure.text))
         self.close(cache.session)
 
@@ -185,6 +194,7 @@ class Registrar:
         session.caches.discard(done.cache_id)
         if failure is not None:
             session.end_text += f" ({failure.text})" if session.ended else ""
+            self._log.still_mapped(session)
         elif session.leaving is cache:
             session.leaving = None
         for seq in cache.unregister_seqs:

@@ -25,6 +25,7 @@ from kvferry.server.loop import READ, Loop
 from kvferry.server.patience import Patience
 from kvferry.server.registrar import Registrar
 from kvferry.server.session import Greeting, Session
+from kvferry.server.session_log import SessionLog
 from kvferry.server.state import State
 from kvferry.server.tasks import Failure
 
@@ -59,10 +60,17 @@ class Sessions:
         self._ending: dict[Session, None] = {}
         self._look_at = 0.0
         state.more_values.append(lambda: {"sessions": len(self._sessions)})
-        self.registrar = Registrar(state, self._on_cache_closed)
+        self._log = SessionLog()
+        self.registrar = Registrar(state, self._on_cache_closed, log=self._log)
         self.jobs = Jobs(state)
         self.lookups = Lookups(state)
-        greeter = Greeter(tokens, incarnation=incarnation, heartbeat_s=patience.heartbeat_s, on_proven=self._on_proven)
+        greeter = Greeter(
+            tokens,
+            incarnation=incarnation,
+            heartbeat_s=patience.heartbeat_s,
+            on_proven=self._on_proven,
+            on_welcome=self._log.connected,
+        )
         handlers = make_handlers(self.registrar, self.lookups, self.jobs)
         self._dispatcher = Dispatcher(
             greeter, self.registrar, handlers={**handlers, Stats: self._stats}, refuse=self._refuse
@@ -81,6 +89,7 @@ class Sessions:
             tenant, pidfd = self._admission.admit(sock, self._num_admitted())
         except RequestError as error:
             self._state.refusals.count_session(error.code)
+            self._log.refused(None, error.code, str(error))
             _refuse(sock, error)
             return
         session = Session(next(self._state.ids), tenant, Greeting(remote=False, begun_at=now), pidfd=pidfd)
@@ -108,6 +117,7 @@ class Sessions:
             self._loop.forget(session.pidfd)
             os.close(session.pidfd)
             session.pidfd = None
+        self._log.ending(session, self.registrar.held_bytes(session))
         self.lookups.drop(session)
         self._state.leases.release_owner(session.session_id)
         self.registrar.close(session)
@@ -124,6 +134,8 @@ class Sessions:
             session.connection.close()
             if session.pidfd is not None:
                 os.close(session.pidfd)
+            self._log.still_mapped(session)
+            self._log.ended(session)
         self._sessions.clear()
         self._strangers.clear()
         self._ending.clear()
@@ -185,6 +197,7 @@ class Sessions:
     def _refuse(self, session: Session, failure: Failure) -> None:
         """End a session that is not welcome."""
         self._state.refusals.count_session(failure.code)
+        self._log.refused(session, failure.code, failure.text)
         session.send(Error(NO_SEQ, failure.code, failure.text))
         self.end(session, failure.text)
 
@@ -194,6 +207,8 @@ class Sessions:
     def _on_connection_end(self, session: Session, text: str, gone: bool) -> None:
         if not gone:
             self._state.counters.sessions_broken += 1
+            if not session.welcome:
+                self._log.refused(session, "protocol", text)
             session.send(Error(NO_SEQ, "protocol", text))
         self.end(session, text)
 
@@ -205,6 +220,7 @@ class Sessions:
         """Go as far with ending a session as it has come: last frame, close, forget."""
         if session.caches:
             return
+        self._log.ended(session)
         connection = session.connection
         if not connection.closed and session.close_by is None:
             session.close_by = time.monotonic() + self._patience.linger_s
@@ -222,6 +238,6 @@ def _refuse(sock: socket.socket, error: RequestError) -> None:
     try:
         sock.send(encode_frame(Error(NO_SEQ, failure.code, failure.text)))
     except OSError:
-        _LOG.info("a refused peer had gone before it could be told why: %s", error)
+        _LOG.debug("a refused peer had gone before it could be told why: %s", error)
     finally:
         sock.close()
