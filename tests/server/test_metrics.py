@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.client import CacheClient
 from kvferry.errors import ShareError
 from kvferry.server import CacheServer, ServerConfig
+from kvferry.server import metrics as metrics_module
 from kvferry.server import snapshots as snapshots_module
 from kvferry.server.measures import MEASURES
 from kvferry.server.prometheus import metrics_of, samples_of
@@ -30,6 +31,11 @@ def server(tmp_path: Path) -> Iterator[CacheServer]:
     config = ServerConfig(socket_path=str(tmp_path / "s"), memory_bytes=1 << 20, device="cpu", metrics=":0")
     with CacheServer(config) as made:
         yield made
+
+
+def port_of(server: CacheServer) -> int:
+    assert server.metrics_url is not None
+    return int(server.metrics_url.rpartition(":")[2].partition("/")[0])
 
 
 def get(server: CacheServer, path: str) -> tuple[int, str]:
@@ -151,31 +157,66 @@ def test_a_loop_that_hangs_is_told_from_outside(server: CacheServer, monkeypatch
 
 
 def test_clients_that_say_nothing_hold_up_no_other(server: CacheServer) -> None:
-    assert server.metrics_url is not None
-    port = int(server.metrics_url.rpartition(":")[2].partition("/")[0])
     with contextlib.ExitStack() as stack:
         for _ in range(10):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server))))
         started = time.monotonic()
         assert get(server, "/health")[0] == 200
         assert time.monotonic() - started < 4  # less than one of them is waited for
 
 
-def test_connections_beyond_the_limit_are_closed_and_their_places_come_back(server: CacheServer) -> None:
-    assert server.metrics_url is not None
-    port = int(server.metrics_url.rpartition(":")[2].partition("/")[0])
+def test_where_there_are_too_many_connections_the_oldest_makes_room(server: CacheServer) -> None:
     with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(17)]
-        socks[-1].settimeout(10)
-        assert socks[-1].recv(1) == b""
-    eventually(lambda: _is_answered(server))
+        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server)))) for _ in range(16)]
+        for sock in socks:
+            sock.sendall(b"G")
+        assert get(server, "/health")[0] == 200
+        socks[0].settimeout(10)
+        assert socks[0].recv(1) == b""
 
 
-def _is_answered(server: CacheServer) -> bool:
-    try:
-        return get(server, "/health")[0] == 200
-    except OSError:
-        return False
+def test_a_request_has_one_time_limit_however_often_a_byte_of_it_comes(
+    server: CacheServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "_REQUEST_S", 0.5)
+    started = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port_of(server))) as sock:
+        sock.settimeout(0.05)
+        while time.monotonic() - started < 20:
+            with contextlib.suppress(TimeoutError):
+                try:
+                    sock.sendall(b"G")
+                    if sock.recv(1) == b"":
+                        break
+                except ConnectionError:
+                    break
+        else:
+            pytest.fail("the connection was not closed")
+
+
+def test_a_head_without_an_end_is_not_read_on(server: CacheServer) -> None:
+    with socket.create_connection(("127.0.0.1", port_of(server))) as sock:
+        sock.settimeout(4)  # less than the time limit of a request
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(b"GET /health HTTP/1.0\r\n" + b"X-Y: " + b"z" * 20_000)
+            assert sock.recv(1) == b""
+    assert get(server, "/health")[0] == 200
+
+
+def test_a_server_that_stops_waits_for_no_client(tmp_path: Path) -> None:
+    config = ServerConfig(socket_path=str(tmp_path / "s"), memory_bytes=1 << 20, device="cpu", metrics=":0")
+    with contextlib.ExitStack() as stack, CacheServer(config) as server:
+        for _ in range(16):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port_of(server))))
+            sock.sendall(b"GET /metrics")
+        assert get(server, "/health")[0] == 200
+        metrics = server._parts.metrics
+        assert metrics is not None
+        started = time.monotonic()
+        metrics.close()
+        assert time.monotonic() - started < 4  # no request's time limit has passed by then
+        names = {thread.name for thread in threading.enumerate()}
+        assert not any(name.startswith("kvferry-metrics") for name in names)
 
 
 def test_an_address_that_is_taken_is_told(server: CacheServer, tmp_path: Path) -> None:

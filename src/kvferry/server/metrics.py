@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.server
+import io
 import json
 import logging
 import socket
@@ -26,17 +28,22 @@ from kvferry.settings import split_host_port
 
 _LOG = logging.getLogger(__name__)
 
-_REQUEST_S = 5.0
+_REQUEST_S = 5.0  # from the connection to the last byte of the answer
+_MAX_HEAD_BYTES = 8192
 _MAX_REQUESTS = 16
+_MAX_THREADS = 2 * _MAX_REQUESTS
+_CLOSE_S = 5.0
 _POLL_S = 0.1
 
 Take = Callable[[], Snapshot]
 
 
 class MetricsServer:
-    """Serves one server's metrics. One thread accepts, and one a request answers, of which there are at most 16.
+    """Serves one server's metrics. One thread accepts, and one a request answers.
 
-    Listens from the start on; `start` begins to answer.
+    16 requests are answered at a time, each within 5 s from its connection to its last byte; where more come, the
+    oldest makes room, so that clients that say nothing keep nobody else away. Listens from the start on; `start`
+    begins to answer.
     """
 
     def __init__(self, address: str, take: Take) -> None:
@@ -62,24 +69,25 @@ class MetricsServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop accepting; requests that are being answered end within their time limit. Idempotent."""
+        """Stop accepting, hang up on those that are being answered, and wait for their threads. Idempotent."""
         if self._thread.ident is not None:
             self._server.shutdown()
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
         self._server.server_close()
+        self._server.end_requests(_CLOSE_S)
 
 
-class _HttpServer(socketserver.ThreadingTCPServer):
-    """A thread a request, but not more than there are slots: further connections are closed at once."""
+class _HttpServer(socketserver.TCPServer):
+    """A thread a request. The thread that accepts is the only one that hangs up on others."""
 
     allow_reuse_address = True
-    daemon_threads = True
-    block_on_close = False
     request_queue_size = 64
 
     def __init__(self, family: socket.AddressFamily, place: Any, handler: Callable[..., _Handler]) -> None:
         self.address_family = family
-        self._slots = threading.BoundedSemaphore(_MAX_REQUESTS)
+        self._lock = threading.Lock()  # guards both; not held while anything is waited for
+        self._open: dict[socket.socket, None] = {}  # the oldest first; without those that were hung up on
+        self._threads: set[threading.Thread] = set()
         super().__init__(place, handler)
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -92,35 +100,77 @@ class _HttpServer(socketserver.ThreadingTCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._slots.acquire(blocking=False):
+        """Answer in a thread; where there is none to have, for now, the connection is closed at once."""
+        thread = threading.Thread(
+            target=self._answer, args=(request, client_address), name="kvferry-metrics-request", daemon=True
+        )
+        with self._lock:
+            while len(self._open) >= _MAX_REQUESTS:
+                self._hang_up(next(iter(self._open)))
+            full = len(self._threads) >= _MAX_THREADS  # those hung up on end as soon as the loop has answered them
+            if not full:
+                self._open[request] = None
+                self._threads.add(thread)
+        if full:
             self.shutdown_request(request)
             return
         try:
-            super().process_request(request, client_address)
+            thread.start()
         except BaseException:
-            self._slots.release()  # there was no thread
+            self._forget(request, thread)
             raise
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._slots.release()
+    def end_requests(self, timeout_s: float) -> None:
+        """Hang up on all, and wait for their threads, of which the loop answers each within a second."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            for request in list(self._open):
+                self._hang_up(request)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        _LOG.info("a request for metrics from %s ended early", client_address, exc_info=True)
+        _LOG.debug("a request for metrics from %s ended early", client_address, exc_info=True)
+
+    def _answer(self, request: socket.socket, client_address: Any) -> None:
+        """In the request's thread."""
+        try:
+            self.finish_request(request, client_address)
+        except Exception:  # noqa: BLE001 - whatever it is, it is this client's trouble alone
+            self.handle_error(request, client_address)
+        finally:
+            self._forget(request, threading.current_thread())
+            self.shutdown_request(request)
+
+    def _forget(self, request: socket.socket, thread: threading.Thread) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+            self._threads.discard(thread)
+
+    def _hang_up(self, request: socket.socket) -> None:
+        """Have a request's thread find the end of its connection. Needs the lock, under which it is still open."""
+        del self._open[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
-    """Answers one request; each wait for the client has a limit."""
+    """Answers one request, within a time limit for all of it."""
 
-    timeout = _REQUEST_S
     server_version = f"kvferry/{__version__}"
     sys_version = ""
 
     def __init__(self, take: Take, *arguments: Any) -> None:
         self._take = take
+        self._deadline = time.monotonic() + _REQUEST_S
         super().__init__(*arguments)
+
+    def setup(self) -> None:
+        """Read the request's head, all of it, before any of it is looked at."""
+        super().setup()
+        self.rfile.close()
+        self.rfile = io.BytesIO(self._read_head())
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -135,11 +185,30 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         _LOG.debug("%s: %s", self.client_address, format % args)
 
+    def _read_head(self) -> bytes:
+        """Nothing where the client hangs up before its end. Raises OSError where it is too late, or too long."""
+        head = b""
+        while b"\r\n\r\n" not in head and b"\n\n" not in head:
+            self._wait_no_longer()
+            data = self.connection.recv(_MAX_HEAD_BYTES + 1 - len(head))
+            head += data
+            if len(head) > _MAX_HEAD_BYTES:
+                raise OSError(f"the request's head is longer than {_MAX_HEAD_BYTES} bytes")
+            if not data:
+                return b""
+        return head
+
+    def _wait_no_longer(self) -> None:
+        """Than until the deadline, in the next wait for the client."""
+        self.connection.settimeout(max(0.001, self._deadline - time.monotonic()))
+
     def _answer(self, code: int, kind: str, body: bytes) -> None:
+        self._wait_no_longer()
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self._wait_no_longer()
         self.wfile.write(body)
 
 
