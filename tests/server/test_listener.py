@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from kvferry.config import ServerConfig
 from kvferry.errors import ServerGoneError, ShareError
 from kvferry.protocol.address import UnixAddress
 from kvferry.server import CacheServer
+from kvferry.server import listener as listener_module
 from kvferry.server.limits import check_memory
 from kvferry.server.listener import UnixListener
 
@@ -175,3 +177,39 @@ def test_a_server_whose_loop_breaks_ends_with_an_error(tmp_path: Path) -> None:
     )
     assert done.returncode == 3
     assert not (tmp_path / "s").exists()
+
+
+def test_who_may_read_the_folder_cannot_keep_a_server_from_starting(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        UnixListener(str(tmp_path / "s")).close()
+    finally:
+        os.close(folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lock_is_a_file_of_our_own(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("of somebody")
+    lock = tmp_path / "s.lock"
+    lock.symlink_to(target)
+    with pytest.raises(ShareError, match=r"s\.lock"):
+        UnixListener(str(tmp_path / "s"))
+    assert target.read_text() == "of somebody"
+    lock.unlink()
+    os.mkfifo(lock, 0o600)
+    with pytest.raises(ShareError, match=r"s\.lock is no lock file of uid"):
+        UnixListener(str(tmp_path / "s"))
+    lock.unlink()
+    lock.touch(0o600)  # of a server that was killed there
+    UnixListener(str(tmp_path / "s")).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
+
+
+def test_a_lock_that_is_held_is_waited_for_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_LOCK_S", 0.1)
+    with open(tmp_path / "s.lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ShareError, match=r"keeps .*s\.lock locked"):
+            UnixListener(str(tmp_path / "s"))

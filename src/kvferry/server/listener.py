@@ -38,7 +38,7 @@ class UnixListener:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._inode: int | None = None
         try:
-            with _locked(os.path.dirname(os.path.abspath(path))):
+            with _locked(f"{path}.lock"):
                 _remove_stale(path)
                 os.fchmod(self.socket.fileno(), 0o600)  # before bind: there is no moment at which others could connect
                 self.socket.bind(path)
@@ -142,22 +142,46 @@ def _give_to_group(path: str, group_id: int) -> None:
 
 
 @contextlib.contextmanager
-def _locked(folder: str) -> Iterator[None]:
-    """One server at a time: between looking at a path and listening at it no other may do the same."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _locked(path: str) -> Iterator[None]:
+    """One server at a time: between looking at a path and listening at it no other may do the same.
+
+    The lock is a file of our own, which nobody else can open: a folder may be locked by all who can read it.
+    """
+    fd = _lock(path)
     try:
-        deadline = time.monotonic() + _LOCK_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise ShareError(f"another process keeps the folder {folder} locked (flock)") from None
-                time.sleep(_LOOK_AGAIN_S)
         yield
     finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # while it is ours; who waits for it sees that it is gone, and makes another
         os.close(fd)
+
+
+def _lock(path: str) -> int:
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        try:
+            facts = os.fstat(fd)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+                raise ShareError(f"{path} is no lock file of uid {os.geteuid()}; remove it or choose another path")
+            if _is_locked(fd, path):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        if time.monotonic() > deadline:
+            raise ShareError(f"another process of uid {os.geteuid()} keeps {path} locked (flock)")
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _is_locked(fd: int, path: str) -> bool:
+    """Whether we have the lock now, of the file that is still there."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except (BlockingIOError, FileNotFoundError):
+        return False
 
 
 def _remove_stale(path: str) -> None:
