@@ -188,7 +188,7 @@ def test_a_second_server_finds_what_the_first_put_into_the_remote_tier(make: Mak
 
 def test_a_chain_comes_from_disk_as_far_as_that_has_it_and_then_from_the_remote_tier(make: Make) -> None:
     bench = make("abcd", num_chunks=16, disk=MemoryTier(), remote=MemoryTier("remote"))
-    bench.tiers._disk.clear(SPACE, keys("abc")[-1])  # type: ignore[union-attr]
+    bench.tiers._disk.clear(SPACE, keys("abc")[-1], lambda text: None)  # type: ignore[union-attr]
     bench.settle()
     assert bench.load("abcd") == 4
     assert bench.values()["disk_chunks_read"] == 2
@@ -243,10 +243,7 @@ def test_clear_reaches_the_remote_tier_and_is_true_at_once(make: Make) -> None:
     remote = remote_of(bench)
     remote.stop("delete")
     bench.tiers.clear(SPACE, keys("abc"), 1)
-    assert bench.load("abc") == 1
-    assert bench.load("xyz") == 3
-    bench.forget_memory()
-    bench.tiers.clear(SPACE)
+    assert bench.fetch("abc") is None  # what hangs from it is not known, so that all of the space goes
     assert bench.fetch("xyz") is None
     assert set(remote.chunks) == {name(prompt) for prompt in ("a", "ab", "abc", "x", "xy", "xyz")}
     remote.let_go()

@@ -270,12 +270,10 @@ def test_what_was_cleared_does_not_come_back(make_stage: MakeStage) -> None:
     held = {seed: store(engine, seed, 4) for seed in (1, 2)}
     settle(engine)
     assert engine.call("clear", seed=1, num_tokens=4 * CHUNK_TOKENS)["cleared"] == 4
-    settle(engine)
     assert len(files(stage)) == 4
     assert load(engine, 1, 4, held[1]) == 0
     assert load(engine, 2, 4, held[2]) == 4
     engine.call("clear")
-    settle(engine)
     assert len(files(stage)) == 0
     restart(stage)
     wait_until_ready(stage, engine)

@@ -186,8 +186,10 @@ class CacheClient:
     def clear(self, tokens: Any = None, *, context: KeyContext = _NO_CONTEXT) -> int:
         """Forget what is stored of `tokens`, and of all prompts that begin like their first chunk; without, everything.
 
-        That is of the whole engine, in all tiers. How many chunks, of all ranks, were in memory. What a lease has
-        promised is delivered still.
+        That is for all engines of this tenant, model and layout, in all tiers of this server and in the shared bucket
+        (which forgets all of the model), not in other hosts' own tiers. How many chunks, of all ranks, were in memory.
+        What a lease has promised is delivered still. Waits for the deletions; RequestError with code "tier" says that
+        some may not have been done, so that what is out of use here may come back.
         """
         return self._lookups.clear(tokens, context)
 

@@ -40,6 +40,7 @@ class Prefetch(NamedTuple):
 
 _NOT_FOUND = Lookup(0, 0)
 _NOT_THERE = Prefetch(0, 0)
+_CLEAR_S = 70.0  # longer than the server takes for its answer
 
 
 class Lookups:
@@ -107,7 +108,7 @@ class Lookups:
             keys = chain_hashes(tokens, self._presence.chunk_tokens, context)
             if not keys:  # not a chunk; no keys at all would stand for everything
                 return 0
-        return link.call(lambda seq: messages.Clear(seq, keys), Cleared, self._timeout_s).num_chunks
+        return link.call(lambda seq: messages.Clear(seq, keys), Cleared, max(_CLEAR_S, self._timeout_s)).num_chunks
 
     def _ask(self, ask: Callable[[Link], _T], nothing: _T) -> _T:
         """What `ask(link)` gives; `nothing` while there is no server, or the engine's ranks are not there."""

@@ -13,6 +13,7 @@ from kvferry.protocol.messages import (
     Attached,
     Clear,
     Cleared,
+    Error,
     Found,
     Lookup,
     Prefetch,
@@ -112,7 +113,7 @@ class Lookups:
         session.send(Prefetched(message.seq, search.depth * chunk_tokens, search.coming * chunk_tokens))
 
     def clear(self, session: Session, message: Clear) -> None:
-        """Forget a chain from some chunk on, or all of the engine, in all tiers."""
+        """Forget a chain from some chunk on, or all of the engine, in all tiers; answered once it is deleted there."""
         keys = KeyRun(message.keys)
         engine = self._ready_engine(session)
         if engine is None:
@@ -120,15 +121,21 @@ class Lookups:
                 "not_ready", "not all ranks of the engine are registered, and only theirs can be cleared"
             )
         num_chunks = 0
+
+        def answer(text: str) -> None:
+            why = f"what was cleared is not used any more, but may come back from a lower tier: {text}; clear it again"
+            session.send(Error(message.seq, "tier", why) if text else Cleared(message.seq, num_chunks))
+
+        ending = self._state.tiers.clearing(answer)
         for rank in engine.ranks.values():
             if not keys:
                 num_chunks += self._state.index.discard_space(rank.space)
-                self._state.tiers.clear(rank.space)
+                self._state.tiers.clear(rank.space, ending=ending)
             elif message.start_chunk < len(keys):
                 chunk = self._state.index.find(rank.space, keys[message.start_chunk])
                 num_chunks += 0 if chunk is None else self._state.index.discard(chunk)
-                self._state.tiers.clear(rank.space, keys, message.start_chunk)
-        session.send(Cleared(message.seq, num_chunks))
+                self._state.tiers.clear(rank.space, keys, message.start_chunk, ending=ending)
+        ending.end()
 
     def release(self, session: Session, message: Release) -> None:
         """End a lease of the session's own engine; one that is gone is no error."""

@@ -3,46 +3,35 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
+import time
 from collections.abc import Iterable, Sequence
 
-from kvferry.cache import BytePool, Chunk, ChunkIndex, ChunkState, Reservation, Space
+from kvferry.cache import Chunk, ChunkIndex, ChunkState, Reservation, Space
 from kvferry.cache.tiers import ChunkName
 from kvferry.cache.tiers.disk import StoredChunk
-from kvferry.cache.tiers.format import HEADER_BYTES
+from kvferry.server.tier_clears import Files, OnGone, Undeleted
+from kvferry.server.tier_files import FilePool, Search, file_bytes
 from kvferry.server.tier_queue import TierQueue, name_of
 from kvferry.server.tier_tasks import Outcome, TierDone, TierScanned
 
+__all__ = ["DiskSide", "file_bytes"]
+
 _LOG = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 4096  # file systems give whole ones
 _NAMES_A_DELETION = 64
 _MEASURE_S = 1.0
 _NO_LIMIT = 1 << 63
-
-
-def file_bytes(nbytes: int) -> int:
-    """What a chunk's file takes of a disk."""
-    return HEADER_BYTES + -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
-
-
-class FilePool(BytePool):
-    """Counts chunks by what their files take."""
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether an empty disk could hold a chunk of `nbytes`."""
-        return super().fits(file_bytes(nbytes))
-
-    def allocate(self, nbytes: int) -> int | None:
-        """A number for a chunk of `nbytes`, or None where there is no room."""
-        return super().allocate(file_bytes(nbytes))
+_NO_NUMBER = -1
 
 
 class DiskSide:
     """The index of the disk tier, and what keeps it true: the scan, deletions, how much room there is.
 
     Belongs to the loop thread. A chunk's file is deleted when the chunk leaves the index, however that came about. What
-    is being deleted is not written before that has ended, and nothing is before the scan has (`can_write`).
+    is being deleted, or still being written for a chunk that was forgotten, is not written before that has ended, and
+    nothing is before the scan has (`can_write`). What could not be deleted is tried again, ever more rarely.
     """
 
     def __init__(self, queue: TierQueue, limit_bytes: int) -> None:
@@ -52,28 +41,39 @@ class DiskSide:
         self._limit_bytes = limit_bytes
         self._chunks: dict[int, Chunk] = {}  # by the pool's number; that have a file, or may get one
         self._freed: list[Chunk] = []  # whose files are still there
-        self._deleting: dict[ChunkName, int] = {}  # with its file's bytes
+        self._deleting: dict[ChunkName, Chunk] = {}
+        self._undeleted: Undeleted[ChunkName, Chunk] = Undeleted("disk")
+        self._files = Files()
+        self._unwritten: dict[ChunkName, Chunk] = {}
         self._unwritten_bytes = 0
-        self.scanning = False
-        self._num_torn = 0
-        self._cleared: set[Space | ChunkName] = set()  # since the scan began, which may find them still
-        self._measuring = False
-        self._measure_at = 0.0
+        self._scan = Search()
+        self._measure_at: float | None = 0.0  # None while it goes on
+        self._now = time.monotonic()
 
     def start(self) -> None:
         """Begin to find out what is there, and how much room."""
-        self.scanning = True
+        self._scan.goes_on = True
         self.queue.scan()
         self.measure()
 
     @property
+    def scanning(self) -> bool:
+        """Whether what is there is still being found."""
+        return self._scan.goes_on
+
+    @property
     def settled(self) -> bool:
         """Whether as much room is free as there will be."""
-        return not (self.scanning or self._measuring or self._deleting)
+        return not (self.scanning or self._measure_at is None or self._deleting)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether files are about to be deleted, or to be found for that."""
+        return bool(self._deleting or self._freed or (self.scanning and self._scan.cleared))
 
     def can_write(self, names: Iterable[ChunkName]) -> bool:
         """Whether files of these names may be written now."""
-        return not self.scanning and (not self._deleting or self._deleting.keys().isdisjoint(names))
+        return not self.scanning and not any(name in self._deleting or self._is_late(name) for name in names)
 
     def lookup(self, space: Space, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are on disk."""
@@ -96,7 +96,8 @@ class DiskSide:
         """Take room for those chunks of a chain that are not on disk; each is to be committed or aborted."""
         reservation = self.index.reserve(space, keys, nbytes)
         for chunk in reservation.chunks:
-            self._chunks[chunk.offset] = chunk
+            self._enter(chunk)
+            self._unwritten[name_of(chunk)] = chunk
         self._unwritten_bytes += len(reservation.chunks) * file_bytes(nbytes)
         self._delete_freed()
         return reservation
@@ -104,14 +105,16 @@ class DiskSide:
     def commit(self, chunk: Chunk) -> None:
         """Its file is there."""
         self._unwritten_bytes -= file_bytes(chunk.nbytes)
+        del self._unwritten[name_of(chunk)]
         self.index.commit([chunk])
         self._delete_freed()
 
     def abort(self, chunk: Chunk) -> None:
         """Its file was not written; there is none."""
         self._unwritten_bytes -= file_bytes(chunk.nbytes)
-        del self._chunks[chunk.offset]
+        del self._chunks[chunk.offset], self._unwritten[name_of(chunk)]
         self.index.abort([chunk])
+        self._files.go(chunk)
         self._delete_freed()
 
     def unpin(self, chunk: Chunk) -> None:
@@ -124,34 +127,48 @@ class DiskSide:
         self.index.discard(chunk)
         self._delete_freed()
 
-    def clear(self, space: Space, key: bytes | None) -> None:
-        """Forget a chunk and all below it, or (with no key) a whole space, found already or not."""
-        if self.scanning:
-            self._cleared.add(space if key is None else ChunkName(space.digest, key))
+    def clear(self, space: Space, key: bytes | None, on_gone: OnGone) -> None:
+        """Forget a chunk and all below it, or (with no key) a whole space, found already or not.
+
+        `on_gone` is called once their files are gone, and those that were on their way out before.
+        """
         chunk = None if key is None else self.index.find(space, key)
+        self.hurry()
+        if self.scanning:
+            self._scan.cleared.add(space if key is None else ChunkName(space.digest, key))
+            self._scan.waits.append((space, key, on_gone))
+        else:
+            self._files.wait(space, None if key is None else self._leaving_of(space, chunk), on_gone)
         if key is None:
             self.index.discard_space(space)
         elif chunk is not None:
             self.index.discard(chunk)
         self._delete_freed()
 
+    def hurry(self) -> None:
+        """Try again now what could not be deleted."""
+        self._undeleted.hurry()
+        self._try_again()
+
     def tick(self, now: float) -> None:
         """Look after room, and deletions that could not be done."""
+        self._now = now
+        self._undeleted.tick(now)
         if self.queue.usable:
+            self._try_again()
             self._delete_freed()
-            if now >= self._measure_at:
-                self._measure_at = now + _MEASURE_S
+            if self._measure_at is not None and now >= self._measure_at:
                 self.measure()
 
     def measure(self) -> None:
         """Find out how much the disk really holds, and keep to that."""
-        if not self._measuring:
-            self._measuring = True
+        if self._measure_at is not None:
+            self._measure_at = None
             self.queue.measure(self._on_measured)
 
     def on_scanned(self, scanned: TierScanned) -> None:
         """Take in what was found; what cannot be used is deleted."""
-        self._num_torn = scanned.num_torn
+        self._scan.num_torn = scanned.num_torn
         limit, self.pool.capacity_bytes = self.pool.capacity_bytes, _NO_LIMIT  # the oldest go at the end, not now
         for stored in scanned.chunks:
             self._take_in(stored)
@@ -159,8 +176,9 @@ class DiskSide:
         if scanned.text:
             _LOG.error("the disk tier was not read to its end: %s", scanned.text)
         if scanned.ended:
-            self.scanning = False
-            self._cleared.clear()
+            scan, self._scan = self._scan, Search(num_torn=scanned.num_torn)
+            for space, key, on_gone in scan.waits:
+                self._files.wait(space, None if key is None else self._leaving_of(space, None), on_gone)
             self.index.trim()
             _LOG.info("the disk tier has %d chunks in %d bytes", len(self.index), self.pool.used_bytes)
         self._delete_freed()
@@ -173,20 +191,38 @@ class DiskSide:
             "disk_used_bytes": self.pool.used_bytes,
             "disk_capacity_bytes": self.pool.capacity_bytes,
             "disk_evicted": self.index.counters.evicted,
-            "disk_torn": self._num_torn,
+            "disk_torn": self._scan.num_torn,
             "disk_scanning": float(self.scanning),
+            "disk_deleting": len(self._deleting) + len(self._freed) + len(self._undeleted),
         }
 
     def _take_in(self, stored: StoredChunk) -> None:
         meta = stored.meta
         space = Space(meta.tenant, meta.name.namespace)
         chunk = None
-        if space not in self._cleared and meta.name not in self._cleared:
+        if space not in self._scan.cleared and meta.name not in self._scan.cleared:
             chunk = self.index.restore(space, meta.name.key, meta.parent, meta.nbytes, stored.mtime_ns)
-        if chunk is not None:
-            self._chunks[chunk.offset] = chunk
-        else:  # nothing can be done with it: what it hangs from is gone
-            self._freed.append(Chunk(space, meta.name.key, None, 0, meta.nbytes))
+        if chunk is None:  # nothing can be done with it: what it hangs from is gone
+            chunk = Chunk(space, meta.name.key, None, _NO_NUMBER, meta.nbytes)
+            self._files.come(chunk)
+            self._freed.append(chunk)
+        elif chunk.offset not in self._chunks:
+            self._enter(chunk)
+
+    def _enter(self, chunk: Chunk) -> None:
+        self._chunks[chunk.offset] = chunk
+        self._files.come(chunk)
+
+    def _is_late(self, name: ChunkName) -> bool:
+        """Whether a file of that name is being written for a chunk that was forgotten, and may come at any time."""
+        chunk = self._unwritten.get(name)
+        return chunk is not None and chunk.state is ChunkState.GONE
+
+    def _leaving_of(self, space: Space, root: Chunk | None) -> set[Chunk]:
+        """What `root` takes with it, and what else of the space is on its way out."""
+        late = (chunk for chunk in self._unwritten.values() if chunk.state is ChunkState.GONE)
+        leaving = itertools.chain(self._freed, self._deleting.values(), self._undeleted.values(), late)
+        return {*(() if root is None else root.below()), *(chunk for chunk in leaving if chunk.space == space)}
 
     def _on_free(self, number: int) -> None:
         chunk = self._chunks.pop(number, None)
@@ -200,31 +236,45 @@ class DiskSide:
         """
         if not self._freed or not self.queue.usable:
             return
-        gone: dict[ChunkName, Chunk] = {}
+        gone: list[Chunk] = []
         freed, self._freed = self._freed, []
         for chunk in freed:
-            there = self.index.find(chunk.space, chunk.key)
-            if there is None:
-                gone[name_of(chunk)] = chunk
-            elif there.state is ChunkState.RESERVED:
+            there, name = self.index.find(chunk.space, chunk.key), name_of(chunk)
+            if there is not None and there.state is ChunkState.RESERVED:
                 self._freed.append(chunk)
-        chunks = [chunk for name, chunk in gone.items() if name not in self._deleting]
-        for first in range(0, len(chunks), _NAMES_A_DELETION):
-            batch = chunks[first : first + _NAMES_A_DELETION]
-            self._deleting.update((name_of(chunk), file_bytes(chunk.nbytes)) for chunk in batch)
+            elif there is not None or name in self._deleting:
+                self._files.go(chunk)
+            else:
+                self._deleting[name] = chunk
+                gone.append(chunk)
+        for first in range(0, len(gone), _NAMES_A_DELETION):
+            batch = gone[first : first + _NAMES_A_DELETION]
             names = tuple(name_of(chunk) for chunk in batch)
             self.queue.delete(names, functools.partial(self._on_deleted, batch))
 
     def _on_deleted(self, batch: Sequence[Chunk], done: TierDone) -> None:
         for chunk in batch:
             del self._deleting[name_of(chunk)]
-        if done.outcome is not Outcome.DONE:
-            self._freed += batch
+            if done.outcome is Outcome.DONE:
+                self._files.go(chunk)
+            else:
+                self._keep(chunk, done.text)
+
+    def _keep(self, chunk: Chunk, text: str) -> None:
+        """Its file may still be there: delete it later."""
+        replaced = self._undeleted.add(name_of(chunk), chunk, text)
+        if replaced is not None:
+            self._files.go(replaced)
+        self._files.fail(chunk, text)
+
+    def _try_again(self) -> None:
+        if self.queue.usable:
+            self._freed += self._undeleted.take(busy=bool(self._deleting))
 
     def _on_measured(self, done: TierDone) -> None:
-        self._measuring = False
+        self._measure_at = self._now + _MEASURE_S
         if done.outcome is Outcome.DONE and not self.scanning:
-            leaving = sum(self._deleting.values()) + sum(file_bytes(chunk.nbytes) for chunk in self._freed)
+            leaving = sum(file_bytes(chunk.nbytes) for chunk in itertools.chain(self._deleting.values(), self._freed))
             room = self.pool.used_bytes - self._unwritten_bytes + leaving + done.value
             self.pool.capacity_bytes = min(self._limit_bytes, room)
             self.index.trim()

@@ -47,6 +47,7 @@ class TierCounters:
     writes_full: int = 0
     writes_skipped: int = 0
     reads_failed: int = 0
+    deletes_failed: int = 0
     corrupt: int = 0
     missing: int = 0
 
@@ -122,7 +123,9 @@ class TierQueue:
         self._moved_at = self._now
         self._stuck = False
         self._count(task, done)
-        if done.outcome is Outcome.UNAVAILABLE:
+        if isinstance(task, (DeleteChunks, DeleteNamespace)):
+            self.counters.deletes_failed += done.outcome is not Outcome.DONE  # says nothing of other calls
+        elif done.outcome is Outcome.UNAVAILABLE:
             self._count_failure(done)
         elif isinstance(task, (WriteChunk, ReadChunk, FindChunks)):  # the rest may work where these do not
             self._num_failures = 0

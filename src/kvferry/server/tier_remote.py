@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvferry.cache import Pool
 from kvferry.cache.tiers import ChunkName
-from kvferry.server.tier_queue import OnEnd, TierQueue
+from kvferry.server.tier_clears import Ending, OnGone, Undeleted
+from kvferry.server.tier_queue import TierQueue
 from kvferry.server.tier_tasks import Outcome, TierDone
 
 _MISS_S = 5.0
 _MAX_MISSES = 1 << 14
 _MAX_KNOWN = 1 << 17
-_NAMES_A_DELETION = 64
+_MAX_UNDELETED = 1024
+
+Gone = tuple[ChunkName | bytes, ...]  # chunks, or one whole namespace
 
 
 class RemoteSide:
@@ -30,15 +33,18 @@ class RemoteSide:
         self._pool = pool
         self._share = share
         self._backlog_bytes = 0
-        self._known: OrderedDict[ChunkName, None] = OrderedDict()  # the one that was used longest ago comes first
+        # With how often its namespace was deleted before; the one that was used longest ago comes first.
+        self._known: OrderedDict[ChunkName, int] = OrderedDict()
+        self._num_deleted: Counter[bytes] = Counter()  # how often each namespace was
         self._misses: OrderedDict[ChunkName, float] = OrderedDict()  # with when to ask again
         self._writing: set[ChunkName] = set()
         self._deleting: Counter[ChunkName | bytes] = Counter()  # chunks, and whole namespaces
-        self._undeleted: list[Callable[[], None]] = []
+        self._undeleted: Undeleted[Gone, Gone] = Undeleted("remote")
+        self.late: dict[ChunkName, list[OnGone]] = {}  # being written since before a clear, with who waits
 
     def has(self, name: ChunkName) -> bool:
         """Whether it is there, or is being written."""
-        return name in self._known or name in self._writing
+        return name in self._writing or self._known.get(name) == self._num_deleted[name.namespace]
 
     def may_have(self, names: Sequence[ChunkName]) -> Sequence[ChunkName]:
         """Those of `names`, from the first on, that are worth asking for."""
@@ -65,12 +71,14 @@ class RemoteSide:
         self._backlog_bytes -= nbytes
         if well:
             self.know([name])
+            for on_gone in self.late.pop(name, ()):  # what was there before is overwritten
+                on_gone("")
 
     def know(self, names: Iterable[ChunkName]) -> None:
         """These are there."""
         for name in names:
             self._misses.pop(name, None)
-            self._known[name] = None
+            self._known[name] = self._num_deleted[name.namespace]
             self._known.move_to_end(name)
         while len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
@@ -83,27 +91,45 @@ class RemoteSide:
         while len(self._misses) > _MAX_MISSES:
             self._misses.popitem(last=False)
 
-    def delete(self, names: Sequence[ChunkName]) -> None:
-        """Forget these, there as well. They count as gone from now on, and until it is known that they are."""
-        for name in names:
-            self._known.pop(name, None)
-        for first in range(0, len(names), _NAMES_A_DELETION):
-            batch = tuple(names[first : first + _NAMES_A_DELETION])
-            self._begin(batch, functools.partial(self.queue.delete, batch))
+    def forget(self, name: ChunkName) -> None:
+        """What came there under this name was forgotten meanwhile: delete it."""
+        waiting = self.late.pop(name, ())
 
-    def delete_namespace(self, namespace: bytes) -> None:
-        """Forget all of a namespace, as `delete` does."""
-        for name in [name for name in self._known if name.namespace == namespace]:
-            del self._known[name]
-        self._begin((namespace,), functools.partial(self.queue.delete_namespace, namespace))
+        def on_gone(text: str) -> None:
+            for each in waiting:
+                each(text)
+
+        self._known.pop(name, None)
+        self._delete((name,), on_gone)
+
+    def clear(self, namespace: bytes, on_gone: OnGone) -> None:
+        """Forget all of a namespace, there as well, and what of it is on its way there.
+
+        It counts as gone from now on, and is neither read nor written until it is; then `on_gone` is called.
+        """
+        self._num_deleted[namespace] += 1
+        ending = Ending(on_gone, 0.0)
+        for name in self._writing:
+            if name.namespace == namespace:
+                self.late.setdefault(name, []).append(ending.part())
+        self._delete((namespace,), ending.part())
+        ending.end()
+
+    def hurry(self) -> None:
+        """Try again now what could not be deleted."""
+        self._undeleted.hurry()
+        self._try_again()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether something is being deleted, or about to be."""
+        return sum(self._deleting.values()) > sum(map(len, self._undeleted.values()))
 
     def tick(self, now: float) -> None:
         """Go on with deletions that could not be done."""
         self._now = now
-        if self.queue.usable:
-            again, self._undeleted = self._undeleted, []
-            for begin in again:
-                begin()
+        self._undeleted.tick(now)
+        self._try_again()
 
     def values(self) -> dict[str, float]:
         """Counters and gauges by name."""
@@ -113,14 +139,43 @@ class RemoteSide:
     def _is_deleting(self, name: ChunkName) -> bool:
         return name in self._deleting or name.namespace in self._deleting
 
-    def _begin(self, gone: tuple[ChunkName | bytes, ...], submit: Callable[[OnEnd], None]) -> None:
+    def _delete(self, gone: Gone, on_gone: OnGone) -> None:
         self._deleting.update(gone)
+        self._submit(gone, on_gone)
 
-        def on_end(done: TierDone) -> None:
-            if done.outcome is Outcome.DONE:
-                self._deleting.subtract(gone)
-                self._deleting += Counter()  # leaves out what is down to 0
-            else:
-                self._undeleted.append(functools.partial(submit, on_end))
+    def _submit(self, gone: Gone, on_gone: OnGone) -> None:
+        on_end = functools.partial(self._on_deleted, gone, on_gone)
+        names = tuple(name for name in gone if isinstance(name, ChunkName))
+        if names:
+            self.queue.delete(names, on_end)
+        else:
+            (namespace,) = gone
+            assert isinstance(namespace, bytes), gone
+            self.queue.delete_namespace(namespace, on_end)
 
-        submit(on_end)
+    def _on_deleted(self, gone: Gone, on_gone: OnGone, done: TierDone) -> None:
+        if done.outcome is Outcome.DONE:
+            self._end_deletion(gone)
+            on_gone("")
+            return
+        if len(self._undeleted) >= _MAX_UNDELETED and isinstance(gone[0], ChunkName):  # fewer, but larger ones
+            self._end_deletion(gone)
+            gone = (gone[0].namespace,)
+            self._deleting.update(gone)
+        replaced = self._undeleted.add(gone, gone, done.text)
+        if replaced is not None:
+            self._end_deletion(replaced)
+        on_gone(done.text)
+
+    def _end_deletion(self, gone: Gone) -> None:
+        self._deleting.subtract(gone)
+        self._deleting += Counter()  # leaves out what is down to 0
+
+    def _try_again(self) -> None:
+        if self.queue.usable:
+            for gone in self._undeleted.take(busy=bool(self._deleting)):
+                self._submit(gone, _nobody_waits)
+
+
+def _nobody_waits(text: str) -> None:
+    """What is tried again has been answered for."""

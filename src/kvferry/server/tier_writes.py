@@ -179,9 +179,14 @@ class Writes:
             remote.queue.write(chunk, chunk, functools.partial(self._end_remote, remote, chunk))
 
     def _end_remote(self, remote: RemoteSide, chunk: Chunk, done: TierDone) -> None:
-        remote.end_write(name_of(chunk), chunk.nbytes, well=done.outcome is Outcome.DONE)
-        if self._memory.find(chunk.space, chunk.key) is None:  # it was forgotten, perhaps before it got there
-            remote.delete([name_of(chunk)])
+        name, there = name_of(chunk), self._memory.find(chunk.space, chunk.key)
+        well = there is chunk and done.outcome is Outcome.DONE
+        remote.end_write(name, chunk.nbytes, well=well)
+        replaced = there is not None and there is not chunk and there.visible
+        if there is not None and replaced and remote.can_write(name, there.nbytes):
+            self._to_remote(remote, [there])
+        elif there is not chunk or (not well and name in remote.late):  # what came there was forgotten meanwhile
+            remote.forget(name)
         self._let_go(chunk)
 
     def _hold(self, chunk: Chunk) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvferry.cache import Chunk, ChunkIndex, Pool, Space
-from kvferry.cache.tiers import ChunkName
 from kvferry.errors import DeadlineError
 from kvferry.server.pulse import Pulse
+from kvferry.server.tier_clears import Ending, OnGone
 from kvferry.server.tier_disk import DiskSide
 from kvferry.server.tier_fetches import Fetch, Fetches
 from kvferry.server.tier_queue import TierQueue
@@ -19,6 +20,8 @@ from kvferry.server.tier_writes import Writes
 
 # How much of the memory may wait for the remote tier; for the disk, which is needed to keep what was stored, all may.
 _REMOTE_SHARE = 0.25
+_CLEAR_S = 60.0
+_MAX_CLEARINGS = 1024
 
 
 class LowerTiers:
@@ -53,6 +56,8 @@ class LowerTiers:
         self._writes = Writes(memory, pool, disk=self._disk, remote=self._remote, write_back=write_back)
         self._fetches = Fetches(memory, pool, disk=self._disk, remote=self._remote, writes=self._writes)
         self._closing = False
+        self._clearings: list[Ending] = []
+        self._now = time.monotonic()
 
     @property
     def exist(self) -> bool:
@@ -89,18 +94,31 @@ class LowerTiers:
             self._writes.go_on(to_the_end=True)  # perhaps there was no room because of what is dirty
         return fetch
 
-    def clear(self, space: Space, keys: Sequence[bytes] = (), start: int = 0) -> None:
+    def clearing(self, on_end: OnGone) -> Ending:
+        """For calls of `clear`, after which its `end` is to be called: `on_end` hears when all of it has gone.
+
+        That is with an empty text once all files and objects are deleted, or with what may come back, and why.
+        """
+        ending = Ending(on_end, self._now + _CLEAR_S)
+        if len(self._clearings) >= _MAX_CLEARINGS:
+            ending.end(f"{_MAX_CLEARINGS} calls of clear wait to be answered; whether this one ends well is not told")
+        else:
+            self._clearings.append(ending)
+        return ending
+
+    def clear(self, space: Space, keys: Sequence[bytes] = (), start: int = 0, *, ending: Ending | None = None) -> None:
         """Forget the chain `keys` from position `start` on, and all that hangs from it; with no keys, all of the space.
 
-        The remote tier keeps what hangs from it and is not in `keys`, out of reach until the chain is stored again.
+        The remote tier, where nobody knows what hangs from it, forgets all of the space in any case: else that would be
+        found again, old as it is, as soon as the chain is stored anew.
         """
+        ending = ending or Ending(lambda text: None, 0.0)
         self._fetches.forget(space)
         if self._disk is not None:
-            self._disk.clear(space, keys[start] if keys else None)
-        if self._remote is not None and keys:
-            self._remote.delete([ChunkName(space.digest, key) for key in keys[start:]])
-        elif self._remote is not None:
-            self._remote.delete_namespace(space.digest)
+            self._disk.clear(space, keys[start] if keys else None, ending.part())
+        if self._remote is not None:
+            self._remote.clear(space.digest, ending.part())
+        self._end_clearings()
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
         """What is done with each kind of item that the tiers' threads post to the loop."""
@@ -108,24 +126,30 @@ class LowerTiers:
 
     def tick(self, now: float) -> None:
         """To be called every second at least: that is how time passes here."""
+        self._now = now
         for queue in self._queues.values():
             queue.tick(now)
         if self._disk is not None:
             self._disk.tick(now)
         if self._remote is not None:
             self._remote.tick(now)
+        self._end_clearings()
         self._writes.tick(now)
         self._go_on()
 
     def flush(self) -> None:
-        """Write all that is dirty, at once from now on; `idle` says when that has ended."""
+        """Write all that is dirty, and delete what is to go, at once from now on; `idle` says when that has ended."""
         self._closing = True
+        for side in (self._disk, self._remote):
+            if side is not None:
+                side.hurry()
         self._go_on()
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be written."""
-        return not len(self._writes)
+        """Whether nothing is to be written, or deleted, but for what could not be."""
+        sides = (side for side in (self._disk, self._remote) if side is not None)
+        return not len(self._writes) and not any(side.leaving for side in sides)
 
     def pulses(self) -> Iterator[Pulse]:
         """Those of all threads."""
@@ -150,6 +174,16 @@ class LowerTiers:
             except DeadlineError as error:
                 late.append(error)
         return late
+
+    def _end_clearings(self) -> None:
+        """Answer for what cannot be deleted at present, or takes too long."""
+        away = [queue.name for queue in self._queues.values() if not queue.usable]
+        for ending in self._clearings:
+            if away:
+                ending.end(f"the {away[0]} tier is left alone at present, after failures")
+            elif self._now >= ending.deadline:
+                ending.end(f"the lower tiers have not deleted it within {_CLEAR_S:g} s")
+        self._clearings = [ending for ending in self._clearings if not ending.ended]
 
     def _on_done(self, done: TierDone) -> None:
         self._queues[done.tier].on_done(done)
