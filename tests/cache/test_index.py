@@ -177,15 +177,17 @@ def test_storing_again_writes_only_what_is_missing() -> None:
     assert (reservation.first, reservation.num_present, len(reservation.chunks)) == (2, 2, 2)
 
 
-def test_what_another_store_is_writing_is_present() -> None:
+def test_what_another_store_is_writing_is_present_once_that_is_visible() -> None:
     index = make_index(8)
     first = index.reserve(NS, keys("ab"), CHUNK)
-    second = index.reserve(NS, keys("abc"), CHUNK)
-    assert (second.first, second.num_present, len(second.chunks)) == (2, 2, 1)
+    second = index.reserve(NS, keys("abc"), CHUNK, 1)
+    assert (second.first, len(second.chunks), second.num_skipped) == (2, 1, 0)
     assert index.commit(second.chunks) == []
     assert hit(index, "abc") == 0
+    assert (second.num_present, second.num_stored, second.num_unsure) == (0, 0, 2)
     assert index.commit(first.chunks) == [*first.chunks, *second.chunks]
     assert hit(index, "abc") == 3
+    assert (second.num_present, second.num_stored, second.num_unsure) == (1, 1, 0)
 
 
 @pytest.mark.parametrize("commit_child_first", [True, False])

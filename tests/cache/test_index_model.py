@@ -5,6 +5,7 @@ Prompts are over two letters, so that chains branch; the chunks of each space ha
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 from hypothesis import settings
@@ -73,7 +74,9 @@ class IndexMachine(RuleBasedStateMachine):
             self.model.counters[reason] += skipped
         assert [chunk.twin for chunk in fresh] == list(reservation.chunks)
         assert (reservation.first, reservation.num_skipped) == (kept - len(fresh), skipped)
-        assert reservation.num_present == max(0, kept - len(fresh) - start)
+        there = [chunk for chunk in map(functools.partial(self.model.find, space), keys(prompt)) if chunk is not None]
+        assert reservation.num_present == sum(chunk.visible for chunk in there[start : kept - len(fresh)])
+        assert reservation.num_present + reservation.num_unsure == max(0, kept - start)
         if fresh:
             self.writing.append(fresh)
             if ending != "later":

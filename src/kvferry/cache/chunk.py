@@ -106,19 +106,44 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What a store has to write: `chunks[i]` is the chunk at position `first + i` of the prompt."""
+    """What a store has to write: `chunks[i]` is the chunk at position `first + i` of the prompt.
+
+    `last_there` is the last chunk that was there already, and `num_there` of these were asked for; `num_skipped` found
+    no place.
+    """
 
     first: int
     chunks: tuple[Chunk, ...]
-    num_present: int
+    last_there: Chunk | None
+    num_there: int
     num_skipped: int
+
+    @property
+    def num_present(self) -> int:
+        """How many of those that were there can be looked up now: others are being written, or were forgotten."""
+        link, num_hidden = self.last_there, 0
+        while link is not None and not link.visible and num_hidden < self.num_there:
+            link, num_hidden = link.parent, num_hidden + 1
+        return self.num_there - num_hidden
+
+    @property
+    def num_stored(self) -> int:
+        """How many of `chunks` can be looked up now."""
+        return sum(chunk.visible for chunk in self.chunks)
+
+    @property
+    def num_unsure(self) -> int:
+        """How many cannot be looked up though they have a place: what another store writes may come, or not."""
+        fresh = (chunk for chunk in self.chunks if chunk.state is not ChunkState.GONE)
+        return self.num_there - self.num_present + sum(not chunk.visible for chunk in fresh)
 
 
 @dataclass(slots=True)
 class IndexCounters:
     """What has happened so far, in chunks. Skipped: why a store, or a part of it, found no place.
 
-    `skipped_behind`: what could have gone is not in the lower tiers yet.
+    `skipped_behind`: what could have gone is not in the lower tiers yet. `skipped_unsure`: it has a place, but hangs on
+    another store that had not ended.
     """
 
     committed: int = 0
@@ -130,3 +155,4 @@ class IndexCounters:
     skipped_quota: int = 0
     skipped_share: int = 0
     skipped_orphan: int = 0
+    skipped_unsure: int = 0

@@ -71,7 +71,7 @@ class ChunkIndex(ChunkTree):
         """Take slots for the chunks of `keys[start:]` that are not kept yet; `keys` is the whole chain from its root.
 
         Stops, and counts the rest as skipped, after `limit` slots, where there is no room or where a parent is missing.
-        A chunk that another store is writing counts as present. If it is `quiet`, nothing is counted: it is no store.
+        What another store is writing is not written again. If it is `quiet`, nothing is counted: it is no store.
         """
         parent: Chunk | None = None
         fresh: list[Chunk] = []
@@ -93,7 +93,8 @@ class ChunkIndex(ChunkTree):
             parent = chunk
             num_kept += 1
         first = num_kept - len(fresh)  # below a fresh chunk all are fresh
-        return Reservation(first, tuple(fresh), max(0, first - start), len(keys) - max(start, num_kept))
+        last_there = fresh[0].parent if fresh else parent
+        return Reservation(first, tuple(fresh), last_there, max(0, first - start), len(keys) - max(start, num_kept))
 
     def restore(self, space: Space, key: bytes, parent_key: bytes, nbytes: int, last_use: int) -> Chunk | None:
         """Enter a committed chunk that was found in place; one that is there already stays as it is.

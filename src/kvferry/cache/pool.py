@@ -208,7 +208,7 @@ class SlabPool:
                     yield slots
 
     def _run(self, slab: _Slab, size: int) -> list[int]:
-        """All used slots in the regions around a slab's that suit slots of `size`, yet are a small share of the pool."""
+        """The used slots in the regions around a slab that suit slots of `size`, and are a small share of the pool."""
         area = slab.area
         most = self.capacity_bytes * MAX_RUN_SHARE // area.region_bytes
         counts = area.counts(size)

@@ -9,7 +9,8 @@ from kvferry.protocol.message import BlockIds, Count, Keys, Message, Seconds, Se
 class Store(Message, frozen=True):
     """Keep the chunks of the chain `keys` from `start_chunk` on. `block_ids` cover all of the chain.
 
-    The server reads once the event `ticket` is done (at once where there is none), or fails after `timeout_s`.
+    The server reads once the event `ticket` is done (at once where there is none), or fails after `timeout_s`, of
+    which no more than 600 count.
     """
 
     seq: Seq
@@ -21,7 +22,10 @@ class Store(Message, frozen=True):
 
 
 class Stored(Message, frozen=True):
-    """Chunks written, there already, and skipped for want of room or of a parent."""
+    """Chunks written and there already, which a lookup finds; and skipped, for want of room or of a parent, or unsure.
+
+    Unsure is what hangs on another store that has not ended.
+    """
 
     seq: int
     num_stored: int

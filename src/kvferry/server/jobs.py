@@ -18,6 +18,7 @@ from kvferry.server.tasks import CopyDone, CopyTask, Direction, Failure
 _LOG = logging.getLogger(__name__)
 
 MAX_JOBS = 1024  # of one session, at one time
+MAX_TIMEOUT_S = 600.0  # of one job: what it has reserved, or pinned, is nobody else's meanwhile
 # How much of the memory the stores of one session may hold before they are whole, so that an engine whose GPU is slow,
 # or hangs, leaves some to others. Not less: a prompt that takes most of the memory is kept too.
 UNCOMMITTED_SHARE = 0.75
@@ -79,7 +80,7 @@ class Jobs:
         )
         self._state.counters.stores += 1
         if not reservation.chunks:
-            session.send(_stored(message.seq, reservation, 0))
+            session.send(self._stored(message.seq, reservation))
             return
         job = _StoreJob(session, cache, message.seq, reservation)
         session.uncommitted_bytes += job.held_bytes
@@ -149,8 +150,7 @@ class Jobs:
                 chunk.digest = digest
         tiers = self._state.tiers
         tiers.on_stored(self._state.index.commit(chunks, dirty=tiers.exist))
-        num_kept = sum(chunk.state is ChunkState.COMMITTED for chunk in chunks)
-        return _stored(job.seq, job.reservation, num_kept)
+        return self._stored(job.seq, job.reservation)
 
     def _end_retrieve(self, job: _RetrieveJob, done: CopyDone) -> Message:
         assert job.last is not None
@@ -161,6 +161,13 @@ class Jobs:
             self._state.leases.cut(job.lease_id, done.num_chunks)
         self._state.index.unpin(job.last)
         return self._answer_retrieve(job, done.num_chunks, done.failure)
+
+    def _stored(self, seq: int, reservation: Reservation) -> Stored:
+        """Only what can be looked up by now is stored or present; all the rest was skipped."""
+        num_stored, num_present = reservation.num_stored, reservation.num_present
+        self._state.index.counters.skipped_unsure += reservation.num_unsure
+        num_asked = len(reservation.chunks) + reservation.num_there + reservation.num_skipped
+        return Stored(seq, num_stored, num_present, num_asked - num_stored - num_present)
 
     def _answer_retrieve(self, job: _RetrieveJob, num_good: int, failure: Failure | None) -> Message:
         """What to tell a client whose first `num_good` chunks are in place: all is well, or which blocks failed.
@@ -209,7 +216,7 @@ class Jobs:
             offsets=tuple(chunk.offset for chunk in chunks),
             skip_blocks=min(job.skip_blocks, len(block_ids) // BLOCK_ID_BYTES) if isinstance(job, _RetrieveJob) else 0,
             ticket=message.ticket,
-            deadline=time.monotonic() + message.timeout_s,
+            deadline=time.monotonic() + min(message.timeout_s, MAX_TIMEOUT_S),
             digests=tuple(chunk.digest for chunk in chunks) if self._state.verify_memory else None,
         )
         self._jobs[job_id] = job
@@ -236,12 +243,6 @@ def _check_count(block_ids: bytes, num_chunks: int, blocks_a_chunk: int) -> int:
             f"{len(block_ids) / BLOCK_ID_BYTES:g} block ids for {num_chunks} chunks of {blocks_a_chunk} blocks"
         )
     return blocks_a_chunk
-
-
-def _stored(seq: int, reservation: Reservation, num_stored: int) -> Stored:
-    """Every chunk is accounted for: what was forgotten while it was written was skipped."""
-    num_forgotten = len(reservation.chunks) - num_stored
-    return Stored(seq, num_stored, reservation.num_present, reservation.num_skipped + num_forgotten)
 
 
 def _no_share(cache: RankCache) -> RequestError:
