@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from kvferry.cache import Chunk, ChunkIndex, LeaseTable, SlabPool, Space
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import pytest
+
+from kvferry.cache import Chunk, ChunkIndex, Lease, LeaseTable, SlabPool, Space, leases
 
 CHUNK = 65536
 RANKS = (Space("t", b"0" * 32), Space("t", b"1" * 32))
@@ -36,7 +41,9 @@ def pins(index: ChunkIndex) -> list[int]:
 
 
 def grant(index: ChunkIndex, table: LeaseTable, request: str, count: int = 4, now: float = 0.0) -> int:
-    return table.grant("s", request, scope="e", shares=shares(index, count), now=now).lease_id
+    lease = table.grant("s", request, scope="e", shares=shares(index, count), now=now)
+    assert lease is not None
+    return lease.lease_id
 
 
 def test_release_never_lowers_what_another_request_holds() -> None:
@@ -111,6 +118,38 @@ def test_a_session_takes_its_leases_with_it() -> None:
     assert table.release_owner("s") == 1
     assert pins(index) == [1, 1]
     assert len(table) == 1
+
+
+def test_a_session_has_so_many_leases_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "MAX_LEASES", 3)
+    index, table = make_table()
+    first, *_ = (grant(index, table, request) for request in ("a", "b", "c"))
+    assert table.grant("s", "d", scope="e", shares=shares(index), now=0) is None
+    assert pins(index) == [3, 3]
+    assert table.grant("other", "d", scope="e", shares=shares(index), now=0) is not None
+    assert grant(index, table, "a") == first  # as it is
+    assert grant(index, table, "a", 2) != first  # in its place
+    table.expire(TTL_S)
+    assert (len(table), grant(index, table, "d") > 0) == (0, True)
+
+
+class _Unread(OrderedDict[int, Lease]):
+    """Nobody may go through all of it."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError
+
+    values = items = __iter__  # type: ignore[assignment]
+
+
+def test_the_end_of_a_session_looks_at_its_own_leases_only() -> None:
+    index, table = make_table()
+    share = shares(index, 1)
+    for number in range(20_000):
+        table.grant(number % 2000, str(number), scope="e", shares=share, now=0)
+    table._leases = _Unread(table._leases)
+    assert sum(table.release_owner(owner) for owner in range(2000)) == 20_000
+    assert (len(table), table._owned, pins(index)) == (0, {}, [0, 0])
 
 
 def test_a_cut_promise_is_shorter_for_every_rank() -> None:

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-import torch
-
-from kvferry.client import CacheClient
-from kvferry.config import ServerConfig
-from kvferry.errors import KVFerryError
-from kvferry.ipc import allocate_shared
-from kvferry.server import jobs
-from kvferry.server.server import CacheServer
-from serving.engine_side import BLOCK_SIZE, CHUNK_BLOCKS, CHUNK_TOKENS, FORMAT, prompt
+from serving.engine_side import CHUNK_BLOCKS, CHUNK_TOKENS
 from serving.process import Side, Stage, eventually
 
 
@@ -56,25 +44,3 @@ def test_stores_of_one_engine_may_follow_each_other_closely(stage: Stage) -> Non
         store(engine, num_chunks, wait=False)
     assert store(engine, 9) == {"stored": 1, "present": 8, "skipped": 0}
     assert (found(engine, 9), stats(engine)["chunks_skipped_unsure"]) == (9, 0)
-
-
-@pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[CacheClient]:
-    """Of a server in this process, that gives a job half a second at most."""
-    monkeypatch.setattr(jobs, "MAX_TIMEOUT_S", 0.5)
-    config = ServerConfig(socket_path=str(tmp_path / "s"), memory_bytes=16 << 20, device="cpu")
-    with CacheServer(config), CacheClient(f"unix://{tmp_path / 's'}") as made:
-        yield made
-
-
-def test_no_job_keeps_what_it_has_reserved_for_as_long_as_it_likes(client: CacheClient) -> None:
-    cache = allocate_shared((2, 64, BLOCK_SIZE, 8, 8), torch.float32)
-    client.register_kv_caches({"layer": cache}, engine_id="e", model="m", format=FORMAT)
-    eventually(lambda: client.stats()["memory_bytes"] >= 16 << 20)
-    registration = client._presence.registration
-    assert registration is not None
-    registration.ring._signal = lambda ticket, stream: None  # type: ignore[method-assign]
-    job = client.store(prompt(1, CHUNK_TOKENS), list(range(CHUNK_BLOCKS)), timeout_s=3600.0)
-    with pytest.raises(KVFerryError, match="not done in time"):
-        job.wait(20)
-    assert client.stats()["memory_used_bytes"] == 0

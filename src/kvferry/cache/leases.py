@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from kvferry.cache.chunk import Chunk
 from kvferry.cache.index import ChunkIndex
 
+MAX_LEASES = 4096  # of one session
+
 
 @dataclass(slots=True, eq=False)
 class Lease:
@@ -49,6 +51,7 @@ class LeaseTable:
         self._index = index
         self._ttl_s = ttl_s
         self._leases: OrderedDict[int, Lease] = OrderedDict()  # the one that expires first comes first
+        self._owned: dict[Hashable, dict[int, Lease]] = {}
         self._requests: dict[tuple[Hashable, str], Lease] = {}
         self.num_expired = 0
 
@@ -57,11 +60,12 @@ class LeaseTable:
 
     def grant(
         self, owner: Hashable, request_id: str, *, scope: Hashable, shares: Mapping[int, Chunk], now: float
-    ) -> Lease:
+    ) -> Lease | None:
         """Pin `shares` (for each rank the last chunk of its chain, all of one depth) for a request.
 
         The request's earlier lease is kept, with a new term, where it promises the same; else it is replaced. One that
-        some rank has taken its share of already is left to the others, beside the new one.
+        some rank has taken its share of already is left to the others, beside the new one. None where the owner would
+        have more than `MAX_LEASES`.
         """
         (num_promised,) = {share.depth for share in shares.values()}
         old = self._requests.get((owner, request_id))
@@ -69,6 +73,9 @@ class LeaseTable:
             old.expires_at = now + self._ttl_s
             self._leases.move_to_end(old.lease_id)
             return old
+        replaced = old is not None and len(old.shares) == old.num_shares
+        if len(self._owned.get(owner, ())) - replaced >= MAX_LEASES:
+            return None
         lease_id = secrets.randbits(62) | 1
         lease = Lease(
             lease_id,
@@ -82,9 +89,9 @@ class LeaseTable:
         )
         for share in shares.values():
             self._index.pin(share)
-        if old is not None and len(old.shares) == old.num_shares:
+        if old is not None and replaced:
             self.release(old.lease_id)
-        self._leases[lease_id] = lease
+        self._leases[lease_id] = self._owned.setdefault(owner, {})[lease_id] = lease
         self._requests[owner, request_id] = lease
         return lease
 
@@ -129,6 +136,10 @@ class LeaseTable:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return False
+        owned = self._owned[lease.owner]
+        del owned[lease_id]
+        if not owned:
+            del self._owned[lease.owner]
         if self._requests.get((lease.owner, lease.request_id)) is lease:
             del self._requests[lease.owner, lease.request_id]
         for share in lease.shares.values():
@@ -138,8 +149,7 @@ class LeaseTable:
 
     def release_owner(self, owner: Hashable) -> int:
         """End all leases of a session; how many there were."""
-        owned = [lease.lease_id for lease in self._leases.values() if lease.owner == owner]
-        return sum(self.release(lease_id) for lease_id in owned)
+        return sum(self.release(lease_id) for lease_id in list(self._owned.get(owner, ())))
 
     def expire(self, now: float) -> int:
         """End the leases that are overdue; how many there were."""

@@ -14,7 +14,8 @@ class Miss(enum.Enum):
 
     GEOMETRY: the same tenant has it for another model, layout or split into ranks. DROPPED: it found no room when it
     was stored. INTEGRITY: its bytes were damaged. FAILED: its store failed. TIMED_OUT: its load from a lower tier had
-    not ended when the lookup was answered. NOT_READY: not all ranks of the engine were there.
+    not ended when the lookup was answered. NOT_READY: not all ranks of the engine were there. LEASES: it is there, but
+    the session has too many leases to get one more.
     """
 
     NOT_STORED = "not_stored"
@@ -25,6 +26,7 @@ class Miss(enum.Enum):
     FAILED = "failed"
     TIMED_OUT = "timed_out"
     NOT_READY = "not_ready"
+    LEASES = "leases"
 
 
 class MissLog:

@@ -180,7 +180,7 @@ class Lookups:
         return _Search(engine, keys, search.found, fetches)
 
     def _promise(self, session: Session, request_id: str, search: _Search) -> int:
-        """A lease on what every rank has, 0 where that is nothing."""
+        """A lease on what every rank has, 0 where that is nothing, or the session may have no more leases."""
         shares = search.shares
         if not shares:
             return 0
@@ -189,7 +189,7 @@ class Lookups:
         lease = self._state.leases.grant(
             session.session_id, request_id, scope=search.engine.key, shares=shares, now=time.monotonic()
         )
-        return lease.lease_id
+        return 0 if lease is None else lease.lease_id
 
     def _answer_pending(self, pending: PendingLookup) -> None:
         """Look again: the engine, too, may be another one by now."""
@@ -204,13 +204,15 @@ class Lookups:
         self._answer(session, message, search, self._promise(session, message.request_id, search))
 
     def _answer(self, session: Session, message: Lookup, search: _Search, lease_id: int) -> None:
-        depth, coming = search.depth, search.coming
+        depth, coming = search.depth if lease_id else 0, search.coming
         counters, num_keys = self._state.counters, len(search.keys)
         for last in search.found.values():
             found = 0 if last is None else last.depth
             counters.chunks_hits += found
             counters.chunks_misses += num_keys - found
-        if depth < num_keys:
+        if depth < search.depth:
+            self._state.misses.count(Miss.LEASES)
+        elif depth < num_keys:
             self._state.misses.count(Miss.TIMED_OUT if coming else self._why(search))
         chunk_tokens = search.engine.geometry.chunk_tokens
         session.send(Found(message.seq, depth * chunk_tokens, lease_id, chunk_tokens, coming * chunk_tokens))
