@@ -240,9 +240,9 @@ class MappingTable:
                 entry = self._released.get_nowait()
             except queue.Empty:
                 break
+            taken = True
             if entry is not None:
                 entry.count -= 1
-                taken = True
         if taken and threading.current_thread() is not self._unmapper:
             self._released.put(None)  # the unmapper sleeps on this queue, and the note it waited for is gone
 
