@@ -60,9 +60,9 @@ class Arena:
     def chunk_bytes(self) -> int:
         return int(self._load.get("chunk_bytes", 1 << 16))
 
-    def begin_server(self) -> Side:
-        """Start a server without waiting for it."""
-        self.server = self.zygote.begin("server", **self._config)
+    def begin_server(self, **changes: Any) -> Side:
+        """Start a server without waiting for it; `changes` to its settings are for this one."""
+        self.server = self.zygote.begin("server", **{**self._config, **changes})
         return self.server
 
     def begin_outage(self) -> None:

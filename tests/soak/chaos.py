@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -35,7 +37,17 @@ MEMORY_BACK_S = 5.0  # a leak; 0.5 s is what is promised, and measured elsewhere
 REST_EVERY = 25
 MAX_VIOLATIONS = 20
 # What is killed, and how often of 100.
-WAYS = {"engine": 55, "newborn": 12, "server": 18, "server and engine": 5, "starting server": 6, "stopping server": 4}
+WAYS = {
+    "engine": 50,
+    "newborn": 12,
+    "frozen engine": 5,
+    "server": 14,
+    "server and engine": 5,
+    "starting server": 6,
+    "stopping server": 4,
+    "frozen server": 4,
+}
+FROZEN_S = 0.3
 ENGINE_POINTS = ("lookup", "retrieve", "retrieve", "cancel", "fill", "store", "store", None)
 SERVER_POINTS = ("lookup", "retrieve", "retrieve", "store", "store", "register", None)
 
@@ -44,7 +56,7 @@ class Chaos:
     """Kills until there were enough; every kill is one SIGKILL."""
 
     def __init__(self, folder: Path, seed: int, *, disk: bool) -> None:
-        self.dice = random.Random(seed)
+        self.dice, self.disk = random.Random(seed), disk
         server = {**SERVER, **({"disk_path": f"{folder}/disk", **DISK} if disk else {})}
         self.arena = Arena(folder, LAYOUTS, seed=seed, server=server, load={})
         self.audit = Audit(self.arena)
@@ -91,18 +103,33 @@ class Chaos:
             engine = self.dice.choice(self.arena.engines)
             self._kill_engine(engine, None)
             self._kill_engine(engine, self.dice.choice(("connect", "register", "register", "lookup")))
+        elif way == "frozen engine":
+            engine = self.dice.choice(self.arena.engines)
+            self._aim(self.dice.choice(ENGINE_POINTS), engine)
+            self._freeze(engine.side.pid)
+            self._kill_engine(engine, None)
+        elif way == "frozen server":
+            self._aim(self.dice.choice(SERVER_POINTS))
+            self._count_misses()
+            self.arena.begin_outage()
+            self._freeze(self.arena.server.pid)
+            self._kill_server("frozen")
+            self._restart_server()
         elif way == "stopping server":
+            self._count_misses()
             self.arena.begin_outage()
             self.arena.server.ask("stop")
             time.sleep(self.dice.random() ** 2 * 0.05)
             self._kill_server("stopping")
             self._restart_server()
         else:
-            self._kill_server(self._aim(self.dice.choice(SERVER_POINTS)))
+            point = self._aim(self.dice.choice(SERVER_POINTS))
+            self._count_misses()
+            self._kill_server(point)
             if way == "server and engine":
                 self._kill_engine(self.dice.choice(self.arena.engines), None)
             if way == "starting server":
-                self.arena.begin_server()
+                self.arena.begin_server(**self._policy())
                 time.sleep(self.dice.random() * 0.06)
                 self._kill_server("starting")
             self._restart_server()
@@ -121,8 +148,12 @@ class Chaos:
         time.sleep(self.dice.random() ** 3 * 0.1)
         self.arena.start_engine(engine)
 
+    def _freeze(self, pid: int) -> None:
+        """For a while, and it is still frozen when it dies."""
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self.dice.random() * FROZEN_S)
+
     def _kill_server(self, point: str) -> None:
-        self._count_misses()
         self.arena.kill_server()
         self.kills["server"] += 1
         self.points["server"][point] += 1
@@ -131,9 +162,16 @@ class Chaos:
         """A server again, and mostly wait until it serves all engines; sometimes the next kill comes before that."""
         time.sleep(self.dice.random() ** 3 * 0.5)
         started_at = time.monotonic()
-        self.arena.begin_server().answer()
+        self.arena.begin_server(**self._policy()).answer()
         if self.dice.random() < 0.8:
             self.again_s.append(self._await_service(started_at))
+
+    def _policy(self) -> dict[str, Any]:
+        """A server that comes may work in another way than the one before, over the same disk."""
+        policy = (
+            {"write_policy": self.dice.choice(("write-through", "write-through", "write-back"))} if self.disk else {}
+        )
+        return {"verify_memory": self.dice.random() < 0.3, **policy}
 
     def _await_service(self, since: float) -> float:
         """Wait until every engine has stored or retrieved something after `since`, which ends the outage; how long."""
