@@ -13,7 +13,6 @@ import torch
 from kvferry.client import CacheClient
 from kvferry.client.jobs import Job, RetrieveResult, StoreResult
 from kvferry.client.keys import RequestKeys
-from kvferry.client.storages import prepare_storages
 from kvferry.client.transfers import int32_ids
 from kvferry.client.url import UnixAddress, parse_url
 from kvferry.errors import (
@@ -24,11 +23,11 @@ from kvferry.errors import (
     RequestError,
     ServerGoneError,
 )
-from kvferry.ipc import IPCPolicy
 from kvferry.layout import KeyContext, chain_hashes
 from kvferry.protocol.messages import Error, Pong, Proof, Register, Reply, Retrieved, Stored
 from serving.engine_side import CHUNK_TOKENS, link_of, prompt
 from serving.process import Stage, eventually
+from serving.storages import storages_of
 
 FORMAT = "vllm_flash_attention"
 
@@ -100,7 +99,7 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent(stage: Stag
 def test_a_server_for_host_memory_refuses_gpus_by_name(stage: Stage) -> None:
     """The refusal of a device, without having one: the registration names another."""
     with CacheClient(stage.url) as client:
-        storages = prepare_storages({"a": torch.zeros(2, 4, 16, 2, 8)}, format=FORMAT, hints=None, policy=IPCPolicy())
+        storages = storages_of({"a": torch.zeros(2, 4, 16, 2, 8)})
         layout = storages.layout
         storages.close()
         with pytest.raises(RequestError, match=r"host memory only, not GPU-1; .*\[device\]"):

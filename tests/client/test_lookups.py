@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from doubles.scripted_server import ScriptedServer
 from kvferry.client import CacheClient, Lookup, Prefetch
+from kvferry.client.link import Link
 from kvferry.errors import DeadlineError, RequestError
 from kvferry.ipc import allocate_shared
 from kvferry.layout import KeyChain, KeyContext, chain_hashes
@@ -57,6 +59,7 @@ def test_a_lookup_may_wait_longer_than_other_calls(client: CacheClient, server: 
     assert [(request.keys, request.wait_s) for request in sent] == [(KEYS, 0.0), (KEYS, 5.0)]
     with pytest.raises(DeadlineError, match=r"within 0\.31 s"):
         client.lookup("r", TOKENS, wait_s=0.01)
+    assert "open, 1 lookups not answered in time" in repr(client)
     for wait_s in (-1.0, float("nan"), 61.0):
         with pytest.raises(ValueError, match=r"Lookup: .*wait_s"):
             client.lookup("r", TOKENS, wait_s=wait_s)
@@ -119,3 +122,87 @@ def test_a_store_with_the_request_of_a_lookup_is_not_hashed_again(
         assert client.store(TOKENS, range(12)).wait().num_present == 3
         assert hashed[2:] == [len(TOKENS)]
         assert client.lookup("other", TOKENS).tokens == 3 * CHUNK_TOKENS
+
+
+class Sizes:
+    """A server whose engine has other chunks whenever it is asked; `ready_tokens` is what Attached says."""
+
+    def __init__(self, sizes: Sequence[int], ready_tokens: int = CHUNK_TOKENS) -> None:
+        self.ready_tokens = ready_tokens
+        self._sizes = itertools.cycle(sizes)
+
+    def __call__(self, request: Request) -> Sequence[Message]:
+        if isinstance(request, Attach):
+            return [Attached(request.seq, True, self.ready_tokens, 16)]
+        if isinstance(request, messages.Lookup):
+            return [Found(request.seq, 16, 7, next(self._sizes))]
+        return []
+
+
+def test_an_engine_that_came_back_with_other_chunks_is_found(tmp_path: Path) -> None:
+    server = ScriptedServer(tmp_path / "s", Sizes([16]))
+    with CacheClient(str(tmp_path / "s")) as client:
+        client.attach("e")
+        assert client.lookup("r", TOKENS) == Lookup(16, 7)
+        assert client.chunk_tokens == 16
+    server.close()
+
+
+def test_a_server_that_changes_its_mind_is_asked_twice(tmp_path: Path) -> None:
+    server = ScriptedServer(tmp_path / "s", Sizes([16, 32]))
+    with CacheClient(str(tmp_path / "s")) as client:
+        client.attach("e")
+        assert client.lookup("r", TOKENS) == Lookup(0, 0)
+        assert sum(isinstance(request, messages.Lookup) for request in server.requests) == 2
+    server.close()
+
+
+@pytest.mark.parametrize("call", ["lookup", "prefetch", "clear"])
+def test_a_size_that_is_forgotten_in_the_middle_of_a_call_is_no_matter(
+    client: CacheClient, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    presence = client._presence
+    known = presence.known_chunk_tokens
+
+    def then_connect_again(link: Link) -> int:
+        chunk_tokens = known(link)
+        presence.attach_later("e")  # what a reconnect does to it where the engine's ranks are not there
+        return chunk_tokens
+
+    monkeypatch.setattr(presence, "known_chunk_tokens", then_connect_again)
+    if call == "lookup":
+        assert client.lookup("r", TOKENS).tokens == 2 * CHUNK_TOKENS
+    elif call == "prefetch":
+        assert client.prefetch(TOKENS).tokens == CHUNK_TOKENS
+    else:
+        assert client.clear(TOKENS) == 6
+
+
+def test_a_size_that_comes_late_is_not_taken_for_another_engines(client: CacheClient) -> None:
+    presence = client._presence
+    presence.learn("another", 16)
+    assert presence.chunk_tokens == CHUNK_TOKENS
+    presence.forget()
+    presence.learn("e", 16)
+    assert (presence.engine_id, presence.chunk_tokens) == (None, 0)
+
+
+def test_a_server_that_hangs_is_told_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    hangs = True
+    server = ScriptedServer(
+        tmp_path / "h", lambda request: [] if hangs and isinstance(request, messages.Lookup) else answer(request)
+    )
+    with CacheClient(str(tmp_path / "h"), timeout_s=0.2) as client:
+        client.attach("e")
+        for _ in range(3):
+            with pytest.raises(DeadlineError):
+                client.lookup("r", TOKENS)
+        assert len(caplog.records) == 1
+        hangs = False
+        client.lookup("r", TOKENS)
+        hangs = True
+        with pytest.raises(DeadlineError):
+            client.lookup("r", TOKENS)
+        assert len(caplog.records) == 2
+        assert "4 lookups" in repr(client)
+    server.close()

@@ -13,11 +13,12 @@ import torch
 
 from kvferry.client import CacheClient
 from kvferry.client.proofs import Nonces, Probes
-from kvferry.client.storages import Storages, prepare_storages
+from kvferry.client.storages import Storages
 from kvferry.errors import LayoutError, ShareError
-from kvferry.ipc import IPCPolicy, allocate_shared
+from kvferry.ipc import allocate_shared
 from serving.engine_side import FORMAT, link_of
 from serving.process import Stage, eventually
+from serving.storages import storages_of
 
 GOOD: dict[str, Any] = {"engine_id": "e", "model": "m", "format": FORMAT}
 
@@ -119,7 +120,7 @@ def test_memory_goes_with_its_last_use_not_with_the_next_garbage_collection(stag
 
 @pytest.fixture
 def storages(cache: torch.Tensor) -> Iterator[Storages]:
-    made = prepare_storages({"a": cache, "b": cache.clone()}, format=FORMAT, hints=None, policy=IPCPolicy())
+    made = storages_of({"a": cache, "b": cache.clone()})
     yield made
     made.close()
 

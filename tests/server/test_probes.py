@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.client.storages import prepare_storages
 from kvferry.errors import WireError
-from kvferry.ipc import IPCPolicy
 from kvferry.ipc.wire import encode_descriptors, fd_slots
 from kvferry.protocol.messages import NONCE_BYTES
 from kvferry.server.opened import OpenedCache
 from kvferry.server.tasks import OpenTask
+from serving.storages import storages_of
 
 SHAPE = (2, 8, 16, 2, 8)
 NBYTES = 2 * 8 * 16 * 2 * 8 * 4
@@ -20,7 +19,7 @@ NBYTES = 2 * 8 * 16 * 2 * 8 * 4
 def open_two(probes: tuple[int, ...]) -> tuple[tuple[bytes, ...], list[bytes]]:
     """What the server reads of two storages, and all that they hold."""
     layers = {f"layer.{number}": torch.randn(SHAPE) for number in range(2)}
-    storages = prepare_storages(layers, format="vllm_flash_attention", hints=None, policy=IPCPolicy())
+    storages = storages_of(layers)
     try:
         slots = fd_slots(storages.wrappers)
         wrappers = encode_descriptors(storages.wrappers)

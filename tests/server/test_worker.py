@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from kvferry.client.proofs import Nonces
-from kvferry.client.storages import Storages, prepare_storages
+from kvferry.client.storages import Storages
 from kvferry.copy import HostCopier
 from kvferry.errors import CudaError, RequestError, UnknownDeviceError
-from kvferry.ipc import IPCPolicy
 from kvferry.ipc.wire import encode_descriptors, fd_slots
 from kvferry.server.copies import CopyQueue
 from kvferry.server.device import HostDevice
@@ -40,6 +39,7 @@ from kvferry.server.tasks import (
 )
 from kvferry.server.worker import DeviceWorker
 from kvferry.server.workers import Workers
+from serving.storages import storages_of
 
 BLOCKS_A_CHUNK = 4
 
@@ -57,9 +57,7 @@ class Bench:
         self.worker = DeviceWorker("test", make_device, memory_address=self.memory.address, post=self.completions.put)
         self.worker.start()
         self.cache = torch.arange(2 * 8 * 16 * 2 * 8, dtype=torch.float32).view(2, 8, 16, 2, 8)
-        self.storages: Storages = prepare_storages(
-            {"a": self.cache}, format="vllm_flash_attention", hints=None, policy=IPCPolicy()
-        )
+        self.storages: Storages = storages_of({"a": self.cache})
 
     def next(self) -> Completion:
         return self.completions.get(timeout=10)

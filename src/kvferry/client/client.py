@@ -176,11 +176,12 @@ class CacheClient:
         again for the same request gives the same lease, or a new one in its place where more is there now. The lease
         ends when all ranks have retrieved, by `release`, with this client, or when it is overdue. `tokens` are token
         ids: a list, array, NumPy array or CPU tensor; ids outside int32 raise ValueError.
+        DeadlineError: the server lives, and did not answer in time. Take it for a miss, and leave it alone for a while.
         """
         return self._lookups.lookup(request_id, tokens, context, wait_s=wait_s)
 
     def prefetch(self, tokens: Any, *, context: KeyContext = _NO_CONTEXT) -> Prefetch:
-        """Have what lower tiers hold of `tokens` loaded into the server's memory; does not wait, promises nothing."""
+        """Have what lower tiers hold of `tokens` loaded into the server's memory; promises nothing."""
         return self._lookups.prefetch(tokens, context)
 
     def clear(self, tokens: Any = None, *, context: KeyContext = _NO_CONTEXT) -> int:
@@ -283,7 +284,7 @@ class CacheClient:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self.connected else "cut off"
-        return f"<CacheClient of engine {self._presence.engine_id!r}, {state}>"
+        return f"<CacheClient of engine {self._presence.engine_id!r}, {state}{self._lookups.late}>"
 
     def __del__(self) -> None:
         if not self._closed and not self._connection.closed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -10,10 +12,12 @@ from kvferry.client.connection import Connection
 from kvferry.client.keys import RequestKeys
 from kvferry.client.link import Link
 from kvferry.client.presence import Presence
-from kvferry.errors import RequestError, ServerGoneError
+from kvferry.errors import DeadlineError, RequestError, ServerGoneError
 from kvferry.layout import KeyContext, chain_hashes
 from kvferry.protocol import messages
 from kvferry.protocol.messages import Cleared, Found, Prefetched
+
+_LOG = logging.getLogger(__name__)
 
 _LOWER_TIERS_VERSION = 2  # of the protocol
 
@@ -44,7 +48,11 @@ _CLEAR_S = 70.0  # longer than the server takes for its answer
 
 
 class Lookups:
-    """Asks for one client. Any thread may; what a server that is gone cannot answer is a miss."""
+    """Asks for one client. Any thread may; what a server that is gone cannot answer is a miss.
+
+    One that lives and does not answer in time is another thing: the caller has waited, and should leave the server
+    alone for a while rather than wait again for the next prompt. So that is raised, and counted.
+    """
 
     def __init__(self, connection: Connection, presence: Presence, timeout_s: float) -> None:
         self._connection = connection
@@ -52,6 +60,14 @@ class Lookups:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # guards the keys; held while some are hashed
         self._keys = RequestKeys()
+        self._late_lock = threading.Lock()  # guards what follows
+        self._told_late = False
+        self._num_late = 0
+
+    @property
+    def late(self) -> str:
+        """What there is to say of answers that did not come in time, to go on with; nothing where all have."""
+        return f", {self._num_late} lookups not answered in time" if self._num_late else ""
 
     def keys(self, request_id: str | None, tokens: Any, chunk_tokens: int, context: KeyContext) -> bytes:
         """The keys of all whole chunks; of a request, only tokens that it had not before are hashed."""
@@ -68,26 +84,28 @@ class Lookups:
     def lookup(self, request_id: str, tokens: Any, context: KeyContext, *, wait_s: float) -> Lookup:
         """See `CacheClient.lookup`."""
 
-        def ask(link: Link) -> Lookup:
-            chunk_tokens = self._presence.chunk_tokens
-            keys = self.keys(request_id, tokens, chunk_tokens, context)
-            if not keys:
-                return _NOT_FOUND
-            timeout_s = self._timeout_s + wait_s
-            found = link.call(lambda seq: messages.Lookup(seq, request_id, keys, wait_s), Found, timeout_s)
-            if found.chunk_tokens in (0, chunk_tokens):
-                return Lookup(found.tokens, found.lease_id, found.coming)
-            self._presence.chunk_tokens = found.chunk_tokens  # the engine came back with other blocks
-            return ask(link)
+        def ask(link: Link, chunk_tokens: int) -> Lookup:
+            engine_id = self._presence.engine_id
+            for _ in range(2):  # an engine that came back with other blocks is asked for again, once
+                keys = self.keys(request_id, tokens, chunk_tokens, context)
+                if not keys:
+                    break
+                send = functools.partial(messages.Lookup, request_id=request_id, keys=keys, wait_s=wait_s)
+                found = link.call(send, Found, self._timeout_s + wait_s)
+                if found.chunk_tokens in (0, chunk_tokens):
+                    return Lookup(found.tokens, found.lease_id, found.coming)
+                chunk_tokens = found.chunk_tokens
+                self._presence.learn(engine_id, chunk_tokens)
+            return _NOT_FOUND
 
         return self._ask(ask, _NOT_FOUND)
 
     def prefetch(self, tokens: Any, context: KeyContext) -> Prefetch:
         """See `CacheClient.prefetch`."""
 
-        def ask(link: Link) -> Prefetch:
+        def ask(link: Link, chunk_tokens: int) -> Prefetch:
             _need_lower_tiers(link, "prefetch")
-            keys = chain_hashes(tokens, self._presence.chunk_tokens, context)
+            keys = chain_hashes(tokens, chunk_tokens, context)
             if not keys:
                 return _NOT_THERE
             there = link.call(lambda seq: messages.Prefetch(seq, keys), Prefetched, self._timeout_s)
@@ -103,36 +121,42 @@ class Lookups:
         _need_lower_tiers(link, "clear")
         keys = b""
         if tokens is not None:
-            if not self._knows_chunks(link):
-                return 0
-            keys = chain_hashes(tokens, self._presence.chunk_tokens, context)
+            chunk_tokens = self._presence.known_chunk_tokens(link)
+            keys = chain_hashes(tokens, chunk_tokens, context) if chunk_tokens > 0 else b""
             if not keys:  # not a chunk; no keys at all would stand for everything
                 return 0
         return link.call(lambda seq: messages.Clear(seq, keys), Cleared, max(_CLEAR_S, self._timeout_s)).num_chunks
 
-    def _ask(self, ask: Callable[[Link], _T], nothing: _T) -> _T:
-        """What `ask(link)` gives; `nothing` while there is no server, or the engine's ranks are not there."""
+    def _ask(self, ask: Callable[[Link, int], _T], nothing: _T) -> _T:
+        """What `ask(link, chunk_tokens)` gives; `nothing` while there is no server, or not all ranks of the engine."""
         link = self._link()
         if link is None:
             return nothing
         try:
-            return ask(link) if self._knows_chunks(link) else nothing
+            chunk_tokens = self._presence.known_chunk_tokens(link)
+            answer = ask(link, chunk_tokens) if chunk_tokens > 0 else nothing
         except ServerGoneError:
             self._connection.check()  # closed meanwhile is another thing than cut off
             return nothing
+        except DeadlineError as error:
+            self._is_late(error)
+            raise
+        self._told_late = False  # one store, which needs no lock
+        return answer
+
+    def _is_late(self, error: DeadlineError) -> None:
+        """Count it; it is logged once until the server answers again."""
+        with self._late_lock:
+            self._num_late += 1
+            told, self._told_late = self._told_late, True
+        if not told:
+            _LOG.warning("a lookup failed: %s; this is told once until the server answers again", error)
 
     def _link(self) -> Link | None:
         link = self._connection.link()
         if self._presence.engine_id is None:
             raise ValueError("no engine to look up for; call register_kv_caches() or attach() first")
         return link
-
-    def _knows_chunks(self, link: Link) -> bool:
-        """Whether the engine's chunk size is known; asks the server again while it is not."""
-        engine_id = self._presence.engine_id
-        if self._presence.chunk_tokens > 0 or engine_id is None:
-            return self._presence.chunk_tokens > 0
-        return self._presence.attach(link, engine_id)
 
 
 def _need_lower_tiers(link: Link, what: str) -> None:

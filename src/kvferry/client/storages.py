@@ -54,18 +54,6 @@ class Storages:
             wrapper.close()
 
 
-def prepare_storages(
-    kv_caches: Mapping[str, torch.Tensor],
-    *,
-    format: str,
-    hints: Mapping[str, Any] | LayoutHints | None,
-    policy: IPCPolicy,
-) -> Storages:
-    """Describe and wrap the storages of an engine's tensors; see `describe_storages`, `wrap_storages`."""
-    layout, flats = describe_storages(kv_caches, format=format, hints=hints, policy=policy)
-    return wrap_storages(layout, flats, policy)
-
-
 def describe_storages(
     kv_caches: Mapping[str, torch.Tensor],
     *,
