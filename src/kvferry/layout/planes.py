@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from kvferry.errors import LayoutError
 from kvferry.layout.keys import digest
@@ -62,7 +63,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    planes: tuple[Plane, ...]
+    planes: Annotated[tuple[Plane, ...], Meta(max_length=MAX_PLANES)]
     axis_order: str = ""
     isa: str = ""
     layer_names: tuple[tuple[str, ...], ...] = ()

@@ -28,6 +28,9 @@ SO_PEERPIDFD = 77  # Linux 6.5; the number is the kernel's
 READ_BYTES = 64 << 10  # less than what malloc maps anew each time
 _LENGTH = struct.Struct("<I")
 
+# Nested too deeply is none of msgspec's own.
+_DECODING_ERRORS = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+
 _M = TypeVar("_M")
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUEST_DECODER = msgspec.msgpack.Decoder(Request)
@@ -46,7 +49,7 @@ def encode_request(message: Message) -> bytes:
     frame = encode_frame(message)
     try:
         _REQUEST_DECODER.decode(memoryview(frame)[_LENGTH.size :])
-    except msgspec.MsgspecError as error:
+    except _DECODING_ERRORS as error:
         raise ValueError(f"{type(message).__name__}: {error}") from None
     return frame
 
@@ -103,7 +106,7 @@ class FrameReader(Generic[_M]):
             return None
         try:
             message = self._decoder.decode(memoryview(self._buffer)[begin:end])
-        except msgspec.MsgspecError as error:
+        except _DECODING_ERRORS as error:
             raise ProtocolError(f"a frame of {length} bytes does not decode: {error}") from None
         self._start = end
         if end == len(self._buffer):

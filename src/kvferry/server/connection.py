@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -14,7 +15,10 @@ from kvferry.protocol.framing import MAX_FRAME_BYTES, MAX_GREETING_BYTES, Frame,
 from kvferry.protocol.messages import Message, Request
 from kvferry.server.loop import READ, WRITE, Loop
 
+_LOG = logging.getLogger(__name__)
+
 MAX_QUEUED_BYTES = 8 << 20
+TURN_S = 0.002  # of the loop's time, until others have theirs
 
 OnFrame = Callable[[Frame[Request]], None]
 OnEnd = Callable[[str, bool], None]
@@ -42,6 +46,7 @@ class Connection:
         self._at_end = False  # nothing more will come
         self._muted = False  # nothing more can be said
         self._close_when_sent = False
+        self._has_more = False  # frames that have come and wait for the next turn
         self._events = READ
         self.heard_at = time.monotonic()
         self._begun_at: float | None = None
@@ -92,13 +97,21 @@ class Connection:
         if events & WRITE:
             self._flush()
         if events & READ and not self.closed:
-            try:
-                self._read()
-            except ProtocolError as error:
-                self._reading = False
-                self._on_end(str(error), False)
-            except OSError as error:
-                self._end(f"the client hung up: {error}")
+            self._guard(self._read)
+
+    def _guard(self, step: Callable[[], None]) -> None:
+        """Do a step; whatever goes wrong in it ends this session, and no other."""
+        try:
+            step()
+        except ProtocolError as error:
+            self._reading = False
+            self._on_end(str(error), False)
+        except OSError as error:
+            self._end(f"the client hung up: {error}")
+        except Exception as error:  # noqa: BLE001 - a mistake of ours that one session's frames bring up
+            _LOG.exception("a client's frames could not be handled")
+            self._reading = False
+            self._on_end(f"the server failed: {type(error).__name__}", False)
 
     def _read(self) -> None:
         try:
@@ -117,11 +130,24 @@ class Connection:
             return
         self.heard_at = time.monotonic()
         self._reader.feed(data, fds)
-        while self._reading and not self.closed and (frame := self._reader.next_frame()) is not None:
+        self._handle_frames()
+
+    def _handle_frames(self) -> None:
+        """Handle frames for a turn's time; where more have come they wait for the next turn, and no more are read."""
+        turn_ends_at = time.monotonic() + TURN_S
+        self._has_more = False
+        while self._reading and not self.closed and not self._has_more:
+            frame = self._reader.next_frame()
+            if frame is None:
+                break
             self._begun_at = None
             self._on_frame(frame)
-        if self._reader.unfinished:
+            self._has_more = time.monotonic() > turn_ends_at
+        if self._has_more:
+            self._loop.soon(lambda: self._guard(self._handle_frames))
+        elif self._reader.unfinished:
             self._begun_at = self._begun_at or time.monotonic()
+        self._watch()
 
     def _flush(self) -> None:
         if self.closed:
@@ -138,7 +164,7 @@ class Connection:
 
     def _watch(self) -> None:
         """Wait for what can still happen; at the end of the stream that would always be "readable"."""
-        events = (0 if self._at_end else READ) | (WRITE if self._queue else 0)
+        events = (0 if self._at_end or (self._has_more and self._reading) else READ) | (WRITE if self._queue else 0)
         if self.closed or events == self._events:
             return
         self._events = events

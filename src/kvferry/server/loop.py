@@ -37,6 +37,7 @@ class Loop(Generic[_T]):
         self._on_tick = on_tick
         self._selector = selectors.DefaultSelector()
         self._inbox: deque[_T] = deque()
+        self._soon: list[Callable[[], None]] = []
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # guards the wake-up, whose number is somebody else's once it is closed
         self._closed = False
@@ -55,6 +56,10 @@ class Loop(Generic[_T]):
         """Watch `fd` no more. Idempotent; call it before the descriptor is closed."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
+
+    def soon(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, in the next round: for work that is done bit by bit, so that others have their turn."""
+        self._soon.append(callback)
 
     def post(self, item: _T) -> None:
         """Hand over an item, from any thread; does not wait. Raises ServerGoneError once the loop is closed."""
@@ -76,9 +81,12 @@ class Loop(Generic[_T]):
         wait_s = 0.0
         while not self._stopping.is_set():
             self.pulse.beat()
-            for key, events in self._selector.select(wait_s):
+            callbacks, self._soon = self._soon, []
+            for key, events in self._selector.select(0.0 if callbacks else wait_s):
                 if key.fd in self._selector.get_map():  # an earlier callback of this round may have forgotten it
                     key.data(events)
+            for callback in callbacks:
+                callback()
             wait_s = max(0.0, min(self._on_tick(time.monotonic()), _MAX_WAIT_S))
 
     def close(self) -> None:
