@@ -78,7 +78,9 @@ class TierBench:
         assert not self.tiers.stop(10)
 
     def step(self, timeout_s: float = 10.0) -> None:
-        """Handle the next item."""
+        """Handle the next item, after what is left of those before."""
+        while self.tiers.more:
+            self.tick()
         item = self.posted.get(timeout=timeout_s)
         self._handlers[type(item)](item)
 

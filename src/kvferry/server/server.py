@@ -15,6 +15,7 @@ from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.server.assembly import Parts, assemble
 from kvferry.server.loop import Loop
 from kvferry.server.patience import Patience
+from kvferry.server.rounds import TICK_S
 from kvferry.server.snapshots import Snapshot
 from kvferry.server.tasks import WorkerFailed
 
@@ -156,14 +157,17 @@ class CacheServer:
         parts.sessions.tick(now)
         parts.sessions.lookups.tick(now)
         parts.state.tiers.tick(now)
+        sweeping = parts.state.index.sweep(TICK_S)
         parts.health.tick(now)
         if self._stop_by is not None:
             ended = not len(parts.sessions) and parts.state.tiers.idle
             if ended or now >= self._stop_by:  # a worker that failed closes nothing any more
                 self._loop.stop()
-            return 0.1
+            return 0.0 if parts.state.tiers.more else 0.1
         for acceptor in parts.acceptors:
             acceptor.tick(now)
+        if sweeping or parts.state.tiers.more:
+            return 0.0
         times = (parts.state.leases.next_expiry(), parts.sessions.lookups.next_deadline())
         return min([1.0, *(time - now for time in times if time is not None)])
 

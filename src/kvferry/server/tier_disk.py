@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from kvferry.cache import Chunk, ChunkIndex, ChunkState, Reservation, Space
 from kvferry.cache.tiers import ChunkName
 from kvferry.cache.tiers.disk import StoredChunk
+from kvferry.server.rounds import Budget
 from kvferry.server.tier_clears import Files, OnGone, Undeleted
 from kvferry.server.tier_files import FilePool, Search, file_bytes
 from kvferry.server.tier_queue import TierQueue, name_of
@@ -21,6 +22,7 @@ __all__ = ["DiskSide", "file_bytes"]
 _LOG = logging.getLogger(__name__)
 
 _NAMES_A_DELETION = 64
+_FREED_A_ROUND = 1024
 _MEASURE_S = 1.0
 _NO_LIMIT = 1 << 63
 _NO_NUMBER = -1
@@ -49,6 +51,7 @@ class DiskSide:
         self._scan = Search()
         self._measure_at: float | None = 0.0  # None while it goes on
         self._now = time.monotonic()
+        self._trimming = False
 
     def start(self) -> None:
         """Begin to find out what is there, and how much room."""
@@ -160,6 +163,19 @@ class DiskSide:
             if self._measure_at is not None and now >= self._measure_at:
                 self.measure()
 
+    @property
+    def more(self) -> bool:
+        """Whether `work` has more to do."""
+        return self._trimming or (self.queue.usable and len(self._freed) > _FREED_A_ROUND)
+
+    def work(self, budget: Budget) -> None:
+        """Go on to keep within the limit, and to delete what is gone."""
+        self._trimming = self._trimming and budget.spend(self._trim_one)
+        budget.spend(self._delete_freed)
+
+    def _trim_one(self) -> bool:
+        return self.pool.used_bytes > self.pool.capacity_bytes and self.index.evict_one()
+
     def measure(self) -> None:
         """Find out how much the disk really holds, and keep to that."""
         if self._measure_at is not None:
@@ -169,6 +185,7 @@ class DiskSide:
     def on_scanned(self, scanned: TierScanned) -> None:
         """Take in what was found; what cannot be used is deleted."""
         self._scan.num_torn = scanned.num_torn
+        self.queue.on_scanned(ended=scanned.ended)
         limit, self.pool.capacity_bytes = self.pool.capacity_bytes, _NO_LIMIT  # the oldest go at the end, not now
         for stored in scanned.chunks:
             self._take_in(stored)
@@ -179,7 +196,7 @@ class DiskSide:
             scan, self._scan = self._scan, Search(num_torn=scanned.num_torn)
             for space, key, on_gone in scan.waits:
                 self._files.wait(space, None if key is None else self._leaving_of(space, None), on_gone)
-            self.index.trim()
+            self._trimming = True
             _LOG.info("the disk tier has %d chunks in %d bytes", len(self.index), self.pool.used_bytes)
         self._delete_freed()
 
@@ -229,15 +246,16 @@ class DiskSide:
         if chunk is not None:
             self._freed.append(chunk)
 
-    def _delete_freed(self) -> None:
-        """Delete the files of chunks that are in the index no more.
+    def _delete_freed(self) -> bool:
+        """Delete the files of chunks that are in the index no more, some at a time; whether there are more.
 
         A chunk that is being written again takes its file over, once it is written.
         """
         if not self._freed or not self.queue.usable:
-            return
+            return False
         gone: list[Chunk] = []
-        freed, self._freed = self._freed, []
+        freed, self._freed = self._freed[:_FREED_A_ROUND], self._freed[_FREED_A_ROUND:]
+        more = bool(self._freed)
         for chunk in freed:
             there, name = self.index.find(chunk.space, chunk.key), name_of(chunk)
             if there is not None and there.state is ChunkState.RESERVED:
@@ -251,6 +269,7 @@ class DiskSide:
             batch = gone[first : first + _NAMES_A_DELETION]
             names = tuple(name_of(chunk) for chunk in batch)
             self.queue.delete(names, functools.partial(self._on_deleted, batch))
+        return more
 
     def _on_deleted(self, batch: Sequence[Chunk], done: TierDone) -> None:
         for chunk in batch:
@@ -277,5 +296,4 @@ class DiskSide:
             leaving = sum(file_bytes(chunk.nbytes) for chunk in itertools.chain(self._deleting.values(), self._freed))
             room = self.pool.used_bytes - self._unwritten_bytes + leaving + done.value
             self.pool.capacity_bytes = min(self._limit_bytes, room)
-            self.index.trim()
-            self._delete_freed()
+            self._trimming = True

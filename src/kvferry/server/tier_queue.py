@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from kvferry.cache import Chunk
 from kvferry.cache.tiers import ChunkMeta, ChunkName
+from kvferry.server.rounds import Budget
 from kvferry.server.tier_tasks import (
     AnsweredTask,
     DeleteChunks,
@@ -80,6 +82,8 @@ class TierQueue:
         self._now = self._moved_at = time.monotonic()
         self._paused_until: float | None = None
         self._stuck = False
+        self._scanning = False
+        self._withdrawn: deque[TierTask] = deque()
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -115,7 +119,15 @@ class TierQueue:
 
     def scan(self) -> None:
         """Ask what is there; answered by TierScanned."""
+        self._note_begin()
+        self._scanning = True
         self._threads.submit(ScanTier())
+
+    def on_scanned(self, *, ended: bool) -> None:
+        """Some of what is there has been told."""
+        self._moved_at = self._now
+        self._stuck = False
+        self._scanning = not ended
 
     def on_done(self, done: TierDone) -> None:
         """A task has ended in the tier's threads."""
@@ -136,7 +148,7 @@ class TierQueue:
         self._now = now
         if self._paused_until is not None and now >= self._paused_until:
             self._paused_until = None
-        if not self._tasks:
+        if not self._tasks and not self._scanning:
             self._moved_at = now
             self._stuck = False
         elif now - self._moved_at > _STUCK_S and not self._stuck:
@@ -144,16 +156,28 @@ class TierQueue:
             _LOG.error("the %s tier has not answered for %g s; it is left alone until it does", self.name, _STUCK_S)
             self._withdraw()
 
+    @property
+    def more(self) -> bool:
+        """Whether `work` has more to do."""
+        return bool(self._withdrawn)
+
+    def work(self, budget: Budget) -> None:
+        """Go on to end what was withdrawn."""
+        budget.spend(self._end_one)
+
     def values(self) -> dict[str, float]:
         """Counters and gauges by name."""
         values = {**asdict(self.counters), "queue": len(self._tasks), "paused": not self.usable}
         return {f"{self.name}_{name}": float(value) for name, value in values.items()}
 
     def _submit(self, task: AnsweredTask, on_end: OnEnd) -> None:
-        if not self._tasks:
-            self._moved_at = self._now
+        self._note_begin()
         self._tasks[task.task_id] = (task, on_end)
         self._threads.submit(task)
+
+    def _note_begin(self) -> None:
+        if not self._tasks and not self._scanning:
+            self._moved_at = self._now
 
     def _count(self, task: TierTask, done: TierDone) -> None:
         counters, well = self.counters, done.outcome is Outcome.DONE
@@ -179,10 +203,15 @@ class TierQueue:
             self._withdraw()
 
     def _withdraw(self) -> None:
-        """End all that no thread has begun, but for deletions, which go on where they can."""
-        for task in self._threads.withdraw((WriteChunk, ReadChunk, FindChunks, MeasureSpace)):
+        """Take back all that no thread has begun, but for deletions, which go on where they can; `work` ends it."""
+        self._withdrawn.extend(self._threads.withdraw((WriteChunk, ReadChunk, FindChunks, MeasureSpace)))
+
+    def _end_one(self) -> bool:
+        if self._withdrawn:
+            task = self._withdrawn.popleft()
             assert not isinstance(task, ScanTier)
             self.counters.writes_skipped += isinstance(task, WriteChunk)
             self.counters.reads_failed += isinstance(task, ReadChunk)
             _, on_end = self._tasks.pop(task.task_id)
             on_end(TierDone(self.name, task.task_id, Outcome.WITHDRAWN, f"the {self.name} tier is left alone"))
+        return bool(self._withdrawn)

@@ -130,9 +130,13 @@ class TierThreads:
         """Take back the tasks of these kinds that no thread has begun; they are not answered."""
         taken: list[TierTask] = []
         with self._changed:
-            for tasks in self._queues:
-                taken += [task for task in tasks if type(task) in kinds]
-                kept = [task for task in tasks if type(task) not in kinds]
+            for priority, tasks in enumerate(self._queues):
+                if all(kind in kinds for kind, its in _PRIORITIES.items() if its == priority):
+                    kept: list[TierTask] = []
+                    taken += tasks
+                else:
+                    taken += [task for task in tasks if type(task) in kinds]
+                    kept = [task for task in tasks if type(task) not in kinds]
                 tasks.clear()
                 tasks.extend(kept)
         return taken

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvferry.cache import Chunk, ChunkIndex, ChunkState, Pool
+from kvferry.server.rounds import ITEM_S, Budget
 from kvferry.server.tier_disk import DiskSide
 from kvferry.server.tier_queue import name_of
 from kvferry.server.tier_remote import RemoteSide
@@ -51,8 +52,11 @@ class Writes:
         self._writing_bytes = 0
         self._full: list[_DiskWrite] = []  # those that are tried again once there is room
         self._num_behind = 0
+        self._everything = False  # is to be written, also with write-back
         self._missed: dict[Chunk, None] = {}
         self._again_at = 0.0
+        self._again: list[Chunk] = []  # what was missed, and is being tried now
+        self._num_due = 0  # of those that wait, to be looked at
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._writing)
@@ -64,7 +68,7 @@ class Writes:
         if len(self._waiting) > 2 * len(self._memory.dirty) + _SLACK:  # most were forgotten, or written
             ends = (_visible_end(chunk) for chunk in self._waiting)
             self._waiting = {end: None for end in ends if end is not None and end.dirty}
-        self.go_on()
+        self.go_on(Budget(ITEM_S))
 
     def copy_down(self, last: Chunk) -> None:
         """Begin to write a clean chain, that came from a lower tier, to those that lack it, if they can take it now."""
@@ -72,33 +76,52 @@ class Writes:
 
     def tick(self, now: float) -> None:
         """Try again what the disk has missed, if that works by now."""
-        if now < self._again_at or self._disk is None or not self._disk.queue.usable:
+        disk = self._disk
+        if now < self._again_at or disk is None or disk.scanning or not disk.queue.usable:
             return
         self._again_at = now + _AGAIN_S
         missed, self._missed = self._missed, {}
-        for last in _ends(missed):
-            end = _visible_end(last)
-            if end is not None and not self._begin(end.chain()):
-                self._miss(end)
+        self._again += _ends(missed)
 
-    def go_on(self, *, to_the_end: bool = False) -> None:
+    def go_on(self, budget: Budget, *, to_the_end: bool = False) -> None:
         """Begin what it is time for: all that waits, or, with write-back and not `to_the_end`, what has to go."""
         if self._full:
             self._try_again()
         if self._disk is not None and self._disk.scanning and self._disk.queue.usable:
             return
         behind = self._memory.counters.skipped_behind
-        everything = to_the_end or not self._write_back or behind != self._num_behind
+        self._everything |= to_the_end or not self._write_back or behind != self._num_behind
         self._num_behind = behind
+        self._num_due = self._num_due or len(self._waiting)
+        budget.spend(self._begin_one)
+        budget.spend(self._begin_missed)
+
+    @property
+    def more(self) -> bool:
+        """Whether `go_on` has more to do, and can."""
+        return bool(self._num_due or self._again)
+
+    def _begin_one(self) -> bool:
         limit = (1 - _CLEAN_SHARE) * self._pool.capacity_bytes
-        for _ in range(len(self._waiting)):
-            if not everything and self._memory.dirty.nbytes - self._writing_bytes <= limit:
-                break
-            last = next(iter(self._waiting))
-            del self._waiting[last]
-            end = _visible_end(last)
+        enough = not self._everything and self._memory.dirty.nbytes - self._writing_bytes <= limit
+        if enough or not self._num_due or not self._waiting:
+            self._num_due = 0
+            self._everything = False
+            return False
+        self._num_due -= 1
+        last = next(iter(self._waiting))
+        del self._waiting[last]
+        end = _visible_end(last)
+        if end is not None and not self._begin(end.chain()):
+            self._waiting[end] = None
+        return True
+
+    def _begin_missed(self) -> bool:
+        if self._again:
+            end = _visible_end(self._again.pop())
             if end is not None and not self._begin(end.chain()):
-                self._waiting[end] = None
+                self._miss(end)
+        return bool(self._again)
 
     def _is_below(self, chunk: Chunk) -> bool:
         """Whether all tiers have it, since it was in memory before."""

@@ -9,6 +9,7 @@ from typing import Any
 from kvferry.cache import Chunk, ChunkIndex, Pool, Space
 from kvferry.errors import DeadlineError
 from kvferry.server.pulse import Pulse
+from kvferry.server.rounds import ITEM_S, TICK_S, Budget
 from kvferry.server.tier_clears import Ending, OnGone
 from kvferry.server.tier_disk import DiskSide
 from kvferry.server.tier_fetches import Fetch, Fetches
@@ -57,6 +58,7 @@ class LowerTiers:
         self._fetches = Fetches(memory, pool, disk=self._disk, remote=self._remote, writes=self._writes)
         self._closing = False
         self._clearings: list[Ending] = []
+        self._sweeping = False
         self._now = time.monotonic()
 
     @property
@@ -91,7 +93,7 @@ class LowerTiers:
         num_cut = self._fetches.num_cut
         fetch = self._fetches.begin(space, keys, have, nbytes)
         if self._fetches.num_cut > num_cut:
-            self._writes.go_on(to_the_end=True)  # perhaps there was no room because of what is dirty
+            self._writes.go_on(Budget(ITEM_S), to_the_end=True)  # perhaps there was no room because of what is dirty
         return fetch
 
     def clearing(self, on_end: OnGone) -> Ending:
@@ -131,11 +133,18 @@ class LowerTiers:
             queue.tick(now)
         if self._disk is not None:
             self._disk.tick(now)
+            self._sweeping = self._disk.index.sweep(TICK_S)
         if self._remote is not None:
             self._remote.tick(now)
         self._end_clearings()
         self._writes.tick(now)
-        self._go_on()
+        self._go_on(Budget(TICK_S))
+
+    @property
+    def more(self) -> bool:
+        """Whether there is work left which took too long: `tick` goes on with it, as soon as others had their turn."""
+        sides = (side for side in (self._disk, self._writes, *self._queues.values()) if side is not None)
+        return self._sweeping or any(side.more for side in sides)
 
     def flush(self) -> None:
         """Write all that is dirty, and delete what is to go, at once from now on; `idle` says when that has ended."""
@@ -143,7 +152,7 @@ class LowerTiers:
         for side in (self._disk, self._remote):
             if side is not None:
                 side.hurry()
-        self._go_on()
+        self._go_on(Budget(TICK_S))
 
     @property
     def idle(self) -> bool:
@@ -187,12 +196,16 @@ class LowerTiers:
 
     def _on_done(self, done: TierDone) -> None:
         self._queues[done.tier].on_done(done)
-        self._go_on()
+        self._go_on(Budget(ITEM_S))
 
     def _on_scanned(self, scanned: TierScanned) -> None:
         assert self._disk is not None
         self._disk.on_scanned(scanned)
-        self._go_on()
+        self._go_on(Budget(ITEM_S))
 
-    def _go_on(self) -> None:
-        self._writes.go_on(to_the_end=self._closing)
+    def _go_on(self, budget: Budget) -> None:
+        for queue in self._queues.values():
+            queue.work(budget)
+        if self._disk is not None:
+            self._disk.work(budget)
+        self._writes.go_on(budget, to_the_end=self._closing)
