@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import enum
+import ipaddress
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 METADATA = "setting"
 LOOPBACK = "127.0.0.1"
+MAX_TOKEN_NAME_BYTES = 512
 
 
 class Kind(enum.Enum):
@@ -118,9 +120,15 @@ def seconds(name: str, text: str, least: float) -> Setting:
 
 def split_host_port(text: str) -> tuple[str, int]:
     """`HOST:PORT`, an IPv6 address in brackets, as both; without a host it is loopback. Raises ValueError."""
-    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+(?:%[^\s\[\]]+)?)\]|([^\s:/\[\]@?#]*)):([0-9]{1,5})", text)
-    if match is None or int(match[3]) > 65_535:
-        raise ValueError(f"{text!r} is no HOST:PORT; an IPv6 address goes into brackets, as in [::1]:9464")
+    match = re.fullmatch(r"(?:\[([^\s\[\]/@?#]+)\]|([^\s:/\[\]@?#]*)):([0-9]{1,5})", text)
+    try:
+        if match is None or int(match[3]) > 65_535 or not (text.isascii() and text.isprintable()):
+            raise ValueError
+        if match[1]:
+            ipaddress.IPv6Address(match[1])
+    except ValueError:
+        hint = "HOST is a name in ASCII or an address, that of IPv6 in brackets, as in [::1]:9464; PORT is 0 to 65535"
+        raise ValueError(f"{text!r} is no HOST:PORT; {hint}") from None
     return match[1] or match[2] or LOOPBACK, int(match[3])
 
 
@@ -129,19 +137,45 @@ def is_host_port(text: str) -> bool:
     return bool(split_host_port(text))
 
 
-def is_remote_url(url: str) -> bool:
-    """Whether it is an object store's, and holds no credentials."""
+def split_remote_url(url: str) -> tuple[str, str, str]:
+    """An object store's URL as scheme, bucket (none of a file) and prefix, or folder, without slashes at its ends.
+
+    Raises ValueError, whose text holds nothing of the URL beyond its scheme, bucket and path.
+    """
     parts = urlsplit(url)
+    where = f"the remote URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    if parts.scheme not in ("s3", "file"):
+        raise ValueError(f"{where} is of no known kind; use s3://BUCKET/PREFIX or file:///FOLDER")
     if "@" in parts.netloc or parts.query or parts.fragment:
-        return False
-    return (parts.scheme == "s3" and bool(parts.netloc)) or (
-        parts.scheme == "file" and not parts.netloc and parts.path.startswith("/")
-    )
+        raise ValueError(f"{where} has more than bucket and path: give credentials and settings as remote options")
+    bucket, prefix = parts.netloc, unquote(parts.path).strip("/")
+    if parts.scheme == "s3" and not bucket:
+        raise ValueError(f"{where} names no bucket; use s3://BUCKET/PREFIX")
+    if parts.scheme == "file" and (bucket or not prefix):
+        raise ValueError(f"{where} names no folder of this host; use file:///FOLDER, from the root on")
+    return parts.scheme, bucket, prefix
+
+
+def is_remote_url(url: str) -> bool:
+    """Whether it is an object store's, and holds no credentials; raises ValueError where not."""
+    return bool(split_remote_url(url))
+
+
+def is_token_name(name: str) -> bool:
+    """Whether a token, and with it a tenant, may be called so."""
+    return 0 < len(name.encode()) <= MAX_TOKEN_NAME_BYTES and ":" not in name and name == name.strip()
 
 
 def are_quotas(quotas: Mapping[str, int]) -> bool:
-    """Whether all names are tenants', and all sizes sizes."""
-    return all(re.fullmatch(r"\*|uid:[0-9]+|token:.+", name) and size >= 0 for name, size in quotas.items())
+    """Whether all names are tenants', as the server writes them, and all sizes sizes."""
+    return all(_is_tenant(name) and size >= 0 for name, size in quotas.items())
+
+
+def _is_tenant(name: str) -> bool:
+    kind, _, rest = name.partition(":")
+    if kind == "token":
+        return is_token_name(rest)
+    return name == "*" or (kind == "uid" and re.fullmatch(r"0|[1-9][0-9]{0,9}", rest) is not None)
 
 
 def are_options(options: Mapping[str, str]) -> bool:

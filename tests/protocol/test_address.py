@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.client.url import parse_url
+from kvferry.config import ServerConfig
 from kvferry.protocol.address import TcpAddress, UnixAddress
 
 
@@ -39,6 +42,9 @@ def test_a_host_and_a_port(url: str, host: str, port: int) -> None:
         "tcp://[::1:5555",
         "tcp://[host]:5555",
         "tcp://[]:5555",
+        "tcp://[1.2.3.4]:80",
+        "tcp://m\u00fcnchen:80",
+        "tcp://ho\0st:80",
         "tcp://user@host:5555",
         "tcp://host:5555/path",
         "tcp://ho st:5555",
@@ -50,6 +56,18 @@ def test_a_host_and_a_port(url: str, host: str, port: int) -> None:
 def test_what_is_no_tcp_address_is_named(url: str) -> None:
     with pytest.raises(ValueError, match="use tcp://host:port"):
         TcpAddress.parse(url)
+
+
+@given(st.text(max_size=30) | st.from_regex(r"\[?[a-f0-9:.%]{0,8}\]?:[0-9]{1,5}", fullmatch=True))
+def test_the_configuration_takes_what_the_listener_takes(text: str) -> None:
+    def takes(parse: Callable[[str], object]) -> bool:
+        try:
+            parse(f"tcp://{text}")
+        except ValueError:
+            return False
+        return True
+
+    assert takes(TcpAddress.parse) == takes(lambda url: ServerConfig(socket_path="s", token_file="t", listen=url))
 
 
 @given(st.text(max_size=30))

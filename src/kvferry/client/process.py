@@ -9,7 +9,8 @@ import select
 import socket
 import time
 
-SO_PEERPIDFD = 77  # Linux 6.5; the number is the kernel's
+from kvferry.protocol.framing import SO_PEERPIDFD
+
 _LOOK_AGAIN_S = 0.5
 _UNSEEN_S = 60.0  # how long a process of which nothing can be seen may take to end after its socket has closed
 _PF_EXITING = 0x4  # include/linux/sched.h; a process has it before its sockets close by its end

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvferry.settings import split_host_port
+
 TCP_SCHEME = "tcp://"
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,13 @@ class TcpAddress:
 
         Raises ValueError for anything else.
         """
-        host, colon, port = url.removeprefix(TCP_SCHEME).rpartition(":")
-        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        brackets = bare is not host
-        numeric = port.isascii() and port.isdigit() and len(port) <= 5
-        if not url.startswith(TCP_SCHEME) or not colon or not numeric or int(port) > 0xFFFF:
-            raise ValueError(f"{url!r} is no TCP address; use tcp://host:port, with port 0 to 65535")
-        if brackets != (":" in bare) or any(letter in bare for letter in "[]/@?# ") or not bare.isascii():
-            raise ValueError(f"{url!r} names no host; use tcp://host:port, for IPv6 tcp://[::1]:port")
-        return cls(bare or LOOPBACK, int(port))
+        try:
+            if not url.startswith(TCP_SCHEME):
+                raise ValueError
+            return cls(*split_host_port(url[len(TCP_SCHEME) :]))
+        except ValueError:
+            hint = "use tcp://host:port with a port of 0 to 65535, for IPv6 tcp://[::1]:port"
+            raise ValueError(f"{url!r} is no TCP address; {hint}") from None
 
 
 Address = UnixAddress | TcpAddress

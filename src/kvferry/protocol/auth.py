@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.protocol.greeting import Hello
+from kvferry.settings import MAX_TOKEN_NAME_BYTES, is_token_name
 
 MIN_SECRET_BYTES = 16  # whoever hears a greeting can try secrets against it
-MAX_NAME_BYTES = 512
 _MAX_FILE_BYTES = 1 << 20
 _LABEL = b"kvferry token 1"
 
@@ -32,8 +32,8 @@ class Token:
     secret: bytes = field(repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.name.encode()) <= MAX_NAME_BYTES or ":" in self.name or self.name != self.name.strip():
-            raise ValueError(f"a token's name has 1 to {MAX_NAME_BYTES} bytes, and no colon or space at its ends")
+        if not is_token_name(self.name):
+            raise ValueError(f"a token's name has 1 to {MAX_TOKEN_NAME_BYTES} bytes, and no colon or space at its ends")
         if len(self.secret) < MIN_SECRET_BYTES:
             raise ValueError(f"token {self.name!r}: its secret is shorter than {MIN_SECRET_BYTES} bytes")
 

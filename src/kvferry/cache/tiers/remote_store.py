@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import unquote, urlsplit
 
 from kvferry.errors import TierError, TierFullError, TierUnavailableError
+from kvferry.settings import split_remote_url
 
 if TYPE_CHECKING:
     from obstore.store import LocalStore, S3Store
@@ -73,18 +73,10 @@ class RemoteUrl(NamedTuple):
     @classmethod
     def parse(cls, url: str) -> RemoteUrl:
         """Raises TierError, whose text holds nothing of the URL beyond its scheme, bucket and path."""
-        parts = urlsplit(url)
-        where = f"the remote URL {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-        if parts.scheme not in ("s3", "file"):
-            raise TierError(f"{where} is of no known kind; use s3://BUCKET/PREFIX or file:///FOLDER")
-        if "@" in parts.netloc or parts.query or parts.fragment:
-            raise TierError(f"{where} has more than bucket and path: give credentials and settings as remote options")
-        bucket, prefix = parts.netloc, unquote(parts.path).strip("/")
-        if parts.scheme == "s3" and not bucket:
-            raise TierError(f"{where} names no bucket; use s3://BUCKET/PREFIX")
-        if parts.scheme == "file" and (bucket or not prefix):
-            raise TierError(f"{where} names no folder of this host; use file:///FOLDER, from the root on")
-        return cls(parts.scheme, bucket, prefix)
+        try:
+            return cls(*split_remote_url(url))
+        except ValueError as error:
+            raise TierError(str(error)) from None
 
 
 class Opened(NamedTuple):
