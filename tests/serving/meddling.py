@@ -47,7 +47,7 @@ class Meddler:
     def _chunk(self, rank: int, place: int) -> Chunk:
         engines: dict[Any, Any] = self._state.engines._engines
         (engine,) = engines.values()
-        chunks = self._state.index._spaces[engine.ranks[rank].space].values()
+        chunks = self._state.index._spaces[engine.ranks[rank].space].chunks.values()
         (chunk,) = (chunk for chunk in chunks if chunk.depth == place)
         return chunk
 

@@ -22,11 +22,27 @@ class ChunkState(enum.Enum):
     GONE = "gone"
 
 
+class Listing:
+    """The chunks of one space by key, in an order in which parents come before children.
+
+    Once it is `closed` no lookup finds them, and all that is left of it is to give their places back.
+    """
+
+    __slots__ = ("chunks", "closed", "num_whole", "space")
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.chunks: dict[bytes, Chunk] = {}
+        self.closed = False
+        self.num_whole = 0  # committed
+
+
 class Chunk:
     """One chunk of one rank's KV: where it lies, and its place in the tree. Its index changes it, but for `digest`.
 
-    `depth` counts the chunks of the chain that ends here; it is `visible` once all of them are committed, and `dirty`
-    while lower tiers do not have it yet. `digest` is the checksum of its bytes, where one is kept.
+    `depth` counts the chunks of the chain that ends here. It is `dirty` while lower tiers do not have it yet. `digest`
+    is the checksum of its bytes, where one is kept. `stage` and `shown` are its state and visibility while its space is
+    not forgotten.
     """
 
     __slots__ = (
@@ -36,14 +52,15 @@ class Chunk:
         "dirty",
         "key",
         "last_use",
+        "listing",
         "nbytes",
         "offset",
         "parent",
         "pins",
         "queued",
+        "shown",
         "space",
-        "state",
-        "visible",
+        "stage",
     )
 
     def __init__(self, space: Space, key: bytes, parent: Chunk | None, offset: int, nbytes: int) -> None:
@@ -51,7 +68,7 @@ class Chunk:
         self.key = key
         self.parent = parent
         self.depth: int = 1 if parent is None else parent.depth + 1
-        self.visible = False
+        self.shown = False
         self.dirty = False
         self.digest = b""
         self.offset = offset
@@ -60,15 +77,30 @@ class Chunk:
         self.pins = 0
         self.last_use = 0
         self.queued = False
-        self.state = ChunkState.RESERVED
+        self.stage = ChunkState.RESERVED
+        self.listing: Listing | None = None
 
     def __repr__(self) -> str:
         return f"<Chunk {self.key[:4].hex()} {self.state.value} pins={self.pins} children={len(self.children)}>"
 
     @property
+    def state(self) -> ChunkState:
+        """What it is to others."""
+        return ChunkState.GONE if self._is_cleared else self.stage
+
+    @property
+    def visible(self) -> bool:
+        """Whether lookups find it: all chunks of the chain that ends here are committed."""
+        return self.shown and not self._is_cleared
+
+    @property
     def evictable(self) -> bool:
         """Whether nothing needs it: no chunk below, no lease or copy, no lower tier."""
         return not self.children and not self.pins and not self.dirty and self.state is ChunkState.COMMITTED
+
+    @property
+    def _is_cleared(self) -> bool:
+        return self.listing is not None and self.listing.closed
 
     def chain(self) -> list[Chunk]:
         """All chunks of the chain that ends here, root first."""
@@ -84,15 +116,15 @@ class Chunk:
         """Make a committed chunk visible, and what is committed below it; all of these, parents first."""
         shown = [self]
         for chunk in shown:
-            chunk.visible = True
-            shown.extend(child for child in chunk.children if child.state is ChunkState.COMMITTED)
+            chunk.shown = True
+            shown.extend(child for child in chunk.children if child.stage is ChunkState.COMMITTED)
         return shown
 
     def below(self) -> list[Chunk]:
         """This chunk and all below it that are not gone, parents first."""
         below = [self]
         for chunk in below:
-            below.extend(child for child in chunk.children if child.state is not ChunkState.GONE)
+            below.extend(child for child in chunk.children if child.stage is not ChunkState.GONE)
         return below
 
     def at_depth(self, depth: int) -> Chunk:

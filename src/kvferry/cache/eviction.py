@@ -140,6 +140,13 @@ class EvictionQueues:
         if len(leaves) > 2 * share.num_chunks + _SLACK:  # most are of chunks that are gone
             self._rebuild(leaves)
 
+    def tidy(self, tenant: str) -> None:
+        """Many chunks of the tenant are gone: forget them."""
+        share = self.share(tenant)
+        for leaves in share.leaves.values():
+            if len(leaves) > 2 * share.num_chunks + _SLACK:
+                self._rebuild(leaves)
+
     def oldest(self, tenant: str | None = None, *, kind: int | None = None) -> Chunk | None:
         """The least recently used chunk that may go, of one tenant or of all, of one kind or any. It stays queued."""
         shares = self._shares.values() if tenant is None else [self.share(tenant)]

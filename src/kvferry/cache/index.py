@@ -45,13 +45,16 @@ class ChunkIndex(ChunkTree):
 
         A chunk is there only if all before it are, so this asks for few of the keys, by halves.
         """
-        get = self._spaces.get(space, {}).get
+        listing = self._spaces.get(space)
+        if listing is None:
+            return None
+        get = listing.chunks.get
         found: Chunk | None = None
         low, high = 0, len(keys)  # `low` chunks are there
         probe = high  # first the whole prompt, since a prompt that comes again comes often
         while low < high:
             chunk = get(keys[probe - 1])
-            if chunk is not None and chunk.visible and chunk.depth == probe:
+            if chunk is not None and chunk.shown and chunk.depth == probe:
                 found, low = chunk, probe
             else:
                 high = probe - 1
@@ -112,7 +115,8 @@ class ChunkIndex(ChunkTree):
         if offset is None:
             return None
         chunk = self._insert(Chunk(space, key, parent, offset, nbytes))
-        chunk.state, chunk.visible, chunk.last_use = ChunkState.COMMITTED, True, last_use - _LONG_AGO
+        self._complete(chunk)
+        chunk.shown, chunk.last_use = True, last_use - _LONG_AGO
         self._queues.queue(chunk)
         return chunk
 
@@ -125,11 +129,11 @@ class ChunkIndex(ChunkTree):
         shown: list[Chunk] = []
         for chunk in chunks:
             if chunk.state is ChunkState.GONE:
-                self._free(chunk)
+                self._abandon(chunk)
                 self.counters.aborted += 1
                 continue
             assert chunk.state is ChunkState.RESERVED, chunk
-            chunk.state = ChunkState.COMMITTED
+            self._complete(chunk)
             self.counters.committed += 1
             if dirty:
                 self._queues.dirty.add(chunk)
@@ -144,7 +148,7 @@ class ChunkIndex(ChunkTree):
             if chunk.state is ChunkState.RESERVED:
                 self._misses.note(chunk.space, chunk.key, reason)
                 self.counters.aborted += self._forget_tree(chunk)
-            self._free(chunk)
+            self._abandon(chunk)
             self.counters.aborted += 1
 
     def clean(self, chunks: Iterable[Chunk]) -> None:
@@ -168,13 +172,19 @@ class ChunkIndex(ChunkTree):
 
     def discard_space(self, space: Space) -> int:
         """Forget all chunks of a space, as `discard` does."""
-        roots = [chunk for chunk in self._spaces.get(space, {}).values() if chunk.parent is None]
-        return sum(self.discard(root) for root in roots)
+        num_whole = self.forget_space(space)
+        while self._sweep_one():
+            pass
+        return num_whole
 
-    def sweep(self, budget_s: float) -> bool:
-        """Give back places of spaces that were forgotten, for about `budget_s` at most; whether some are left."""
-        del budget_s
-        return False
+    def forget_space(self, space: Space) -> int:
+        """The same at once, but for the places: `sweep` gives these back, and so does a store that needs some."""
+        listing = self._spaces.get(space)
+        if listing is None:
+            return 0
+        self._close(listing)
+        self.counters.discarded += listing.num_whole
+        return listing.num_whole
 
     def evict_one(self, tenant: str | None = None) -> bool:
         """Drop the least recently used chunk, of one tenant or of all, that nothing needs; False if there is none."""
@@ -185,9 +195,9 @@ class ChunkIndex(ChunkTree):
         """Evict until the pool, and every tenant, is within its limit, as far as that goes; how many went."""
         before = self.counters.evicted
         for tenant, share in list(self._queues.shares().items()):
-            while share.excess() > 0 and self.evict_one(tenant):
+            while share.excess() > 0 and (self._sweep_one(tenant) or self.evict_one(tenant)):
                 pass
-        while self._pool.used_bytes > self._pool.capacity_bytes and self.evict_one():
+        while self._pool.used_bytes > self._pool.capacity_bytes and (self._sweep_one() or self.evict_one()):
             pass
         return self.counters.evicted - before
 
@@ -198,7 +208,7 @@ class ChunkIndex(ChunkTree):
             return None
         if keep is not None:
             keep.pins += 1
-        while share.excess(nbytes) > 0 and self.evict_one(tenant):
+        while share.excess(nbytes) > 0 and (self._sweep_one(tenant) or self.evict_one(tenant)):
             pass
         offset: int | None = None
         if share.excess(nbytes) <= 0:
@@ -213,8 +223,10 @@ class ChunkIndex(ChunkTree):
     def _make_room(self, nbytes: int) -> bool:
         """Evict a chunk of the same kind, or a run of others if that was used less recently or is all that can go.
 
-        No chunk goes without making room.
+        But what was forgotten first. No chunk goes without making room.
         """
+        if self._closed and self._runs.spend():
+            return self._sweep_one()
         leaf = self._queues.oldest(kind=self._pool.kind(nbytes))
         run = self._runs.oldest(nbytes, leaf)
         return self._evict(run if run or leaf is None else [leaf])
@@ -227,6 +239,12 @@ class ChunkIndex(ChunkTree):
             self._misses.note(chunk.space, chunk.key, Miss.EVICTED)
         self.counters.evicted += len(chunks)
         return bool(chunks)
+
+    @staticmethod
+    def _complete(chunk: Chunk) -> None:
+        assert chunk.listing is not None, chunk
+        chunk.stage = ChunkState.COMMITTED
+        chunk.listing.num_whole += 1
 
     def _skip(self, space: Space, keys: Sequence[bytes], nbytes: int, *, is_share: bool) -> None:
         """Count why there is no place for these, and note it for the first: without it the others cannot be there."""

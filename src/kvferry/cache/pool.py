@@ -99,17 +99,15 @@ class _Slab:
     first_region: int
     num_regions: int
     slot_bytes: int
+    slots: range = field(init=False)
     free: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.free = list(reversed(self.slots))
-        self.area.slabs[self.first_region : self.first_region + self.num_regions] = [self] * self.num_regions
-
-    @property
-    def slots(self) -> range:
         base = self.area.offset + self.first_region * self.area.region_bytes
         nbytes = self.num_regions * self.area.region_bytes
-        return range(base, base + nbytes - nbytes % self.slot_bytes, self.slot_bytes)
+        self.slots = range(base, base + nbytes - nbytes % self.slot_bytes, self.slot_bytes)
+        self.free = list(reversed(self.slots))
+        self.area.slabs[self.first_region : self.first_region + self.num_regions] = [self] * self.num_regions
 
     @property
     def empty(self) -> bool:

@@ -23,6 +23,11 @@ class Runs:
         self._visits_left = _MAX_VISITS
         self._compared = False
 
+    def spend(self) -> bool:
+        """Whether one chunk more may be looked at."""
+        self._visits_left -= 1
+        return self._visits_left >= 0
+
     def oldest(self, nbytes: int, leaf: Chunk | None) -> list[Chunk]:
         """All chunks that go with the best run, parents first; empty where `leaf` should go instead, or none can.
 
@@ -45,8 +50,7 @@ class Runs:
         """These and all that hangs from them; empty where some of that has to stay, or is too much to look at."""
         seen = set(chunks)
         for chunk in chunks:
-            self._visits_left -= 1
-            if chunk.pins or chunk.dirty or chunk.state is not ChunkState.COMMITTED or self._visits_left < 0:
+            if not self.spend() or chunk.pins or chunk.dirty or chunk.state is not ChunkState.COMMITTED:
                 return []
             fresh = chunk.children - seen
             seen |= fresh

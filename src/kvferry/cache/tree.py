@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
-from kvferry.cache.chunk import Chunk, ChunkState, Space
+from kvferry.cache.chunk import Chunk, ChunkState, Listing, Space
 from kvferry.cache.eviction import DirtyChunks, EvictionQueues
 from kvferry.cache.misses import MissLog
 from kvferry.cache.pool import Pool
 from kvferry.cache.runs import Runs
+
+_SWEPT_AT_ONCE = 64  # some 0.2 ms
 
 
 class ChunkTree:
@@ -19,7 +22,8 @@ class ChunkTree:
         self._queues = queues
         self._misses = misses
         self._runs = Runs(pool)
-        self._spaces: dict[Space, dict[bytes, Chunk]] = {}
+        self._spaces: dict[Space, Listing] = {}
+        self._closed: dict[Listing, None] = {}  # of spaces that were forgotten
         self._clock = 0
         self._num_chunks = 0
 
@@ -31,15 +35,28 @@ class ChunkTree:
         """The chunks that are dirty."""
         return self._queues.dirty
 
+    def sweep(self, budget_s: float) -> bool:
+        """Give back some places of spaces that were forgotten, for about `budget_s`; whether some are left."""
+        end = time.monotonic() + budget_s
+        while self._closed:
+            for _ in range(_SWEPT_AT_ONCE):
+                self._sweep_one()
+            if time.monotonic() >= end:
+                break
+        return bool(self._closed)
+
     def find(self, space: Space, key: bytes) -> Chunk | None:
         """The chunk of that key, reserved or committed."""
-        return self._spaces.get(space, {}).get(key)
+        listing = self._spaces.get(space)
+        return None if listing is None else listing.chunks.get(key)
 
     def is_elsewhere(self, key: bytes, spaces: Collection[Space]) -> bool:
         """Whether the tenants of `spaces` have a chunk of that key in any other space."""
         tenants = {space.tenant for space in spaces}
         return any(
-            key in chunks for space, chunks in self._spaces.items() if space.tenant in tenants and space not in spaces
+            key in listing.chunks
+            for space, listing in self._spaces.items()
+            if space.tenant in tenants and space not in spaces
         )
 
     def pin(self, last: Chunk, *, use: bool = True) -> None:
@@ -62,7 +79,8 @@ class ChunkTree:
         self._let_go(last)
 
     def _insert(self, chunk: Chunk) -> Chunk:
-        self._spaces.setdefault(chunk.space, {})[chunk.key] = chunk
+        listing = chunk.listing = self._spaces.setdefault(chunk.space, Listing(chunk.space))
+        listing.chunks[chunk.key] = chunk
         self._num_chunks += 1
         self._misses.forget(chunk.space, chunk.key)
         self._queues.enter(chunk)
@@ -82,7 +100,7 @@ class ChunkTree:
         Their places are given back but for what a pin needs, and what is its writer's.
         """
         below = root.below()
-        written = {chunk for chunk in below if chunk.state is ChunkState.RESERVED}
+        written = {chunk for chunk in below if chunk.stage is ChunkState.RESERVED}
         for chunk in below:
             self._unlist(chunk)
         for chunk in reversed(below):
@@ -92,14 +110,43 @@ class ChunkTree:
                 self._release(chunk)
         return len(below) - len(written)
 
+    def _close(self, listing: Listing) -> None:
+        """Forget all chunks of a space; `_sweep_one` does the rest."""
+        del self._spaces[listing.space]
+        self._num_chunks -= len(listing.chunks)
+        listing.closed = True
+        self._closed[listing] = None
+
+    def _sweep_one(self, tenant: str | None = None) -> bool:
+        """Do for a chunk of a closed listing, of one tenant or of any, what is left to do; whether there was one."""
+        listing = next((each for each in self._closed if tenant in (None, each.space.tenant)), None)
+        if listing is None:
+            return False
+        if listing.chunks:
+            _, chunk = listing.chunks.popitem()  # the last one: what hangs from it has gone before
+            self._forget_tree(chunk)
+        if not listing.chunks:
+            del self._closed[listing]
+            self._queues.tidy(listing.space.tenant)
+        return True
+
     def _unlist(self, chunk: Chunk) -> None:
-        chunk.state, chunk.visible = ChunkState.GONE, False
+        listing = chunk.listing
+        assert listing is not None, chunk
+        listing.num_whole -= chunk.stage is ChunkState.COMMITTED
+        chunk.stage, chunk.shown = ChunkState.GONE, False
         self._queues.dirty.remove(chunk)
-        chunks = self._spaces[chunk.space]
-        del chunks[chunk.key]
-        self._num_chunks -= 1
-        if not chunks:
-            del self._spaces[chunk.space]
+        listing.chunks.pop(chunk.key, None)  # none where it is being swept
+        if not listing.closed:
+            self._num_chunks -= 1
+            if not listing.chunks:
+                del self._spaces[chunk.space]
+
+    def _abandon(self, chunk: Chunk) -> None:
+        """The writer of a chunk that is gone has ended."""
+        if chunk.stage is not ChunkState.GONE:
+            self._forget_tree(chunk)
+        self._free(chunk)
 
     def _let_go(self, last: Chunk) -> None:
         """Give back the places of a chain, from its end up, that no lookup can find and no pin needs any more."""
@@ -109,7 +156,7 @@ class ChunkTree:
 
     def _release(self, chunk: Chunk) -> bool:
         """Give back a place that is not needed any more; whether it was."""
-        if chunk.state is not ChunkState.GONE or chunk.pins or chunk.children:
+        if chunk.stage is not ChunkState.GONE or chunk.pins or chunk.children:
             return False
         self._detach(chunk)
         self._free(chunk)

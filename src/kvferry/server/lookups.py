@@ -129,7 +129,7 @@ class Lookups:
         ending = self._state.tiers.clearing(answer)
         for rank in engine.ranks.values():
             if not keys:
-                num_chunks += self._state.index.discard_space(rank.space)
+                num_chunks += self._state.index.forget_space(rank.space)
                 self._state.tiers.clear(rank.space, ending=ending)
             elif message.start_chunk < len(keys):
                 chunk = self._state.index.find(rank.space, keys[message.start_chunk])
