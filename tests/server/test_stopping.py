@@ -12,10 +12,12 @@ import torch
 from kvferry.client import CacheClient
 from kvferry.errors import DeadlineError, KVFerryError, RequestError
 from kvferry.ipc import allocate_shared, process_table
-from kvferry.server import CacheServer, ServerConfig, unmapping
+from kvferry.server import CacheServer, ServerConfig, assembly
 from kvferry.server import server as server_module
+from kvferry.server import unmapping as unmapping_module
 from kvferry.server.device import HostDevice
 from kvferry.server.memory import Memory
+from kvferry.server.tiering import LowerTiers
 from serving.engine_side import CHUNK_TOKENS
 from serving.process import Stage, Zygote, eventually
 
@@ -67,6 +69,45 @@ def test_a_worker_that_is_late_keeps_the_memory(config: ServerConfig, monkeypatc
     server.stop()
 
 
+class Interrupted(BaseException):
+    """What a signal's handler raises."""
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_a_start_that_is_broken_off_unmaps_nothing_that_is_being_filled(
+    config: ServerConfig, monkeypatch: pytest.MonkeyPatch, in_time: bool
+) -> None:
+    may_go, prepares = threading.Event(), threading.Event()
+    steps: list[str] = []
+    close_memory = Memory.close
+
+    def prepare(self: HostDevice, address: int, nbytes: int) -> None:
+        prepares.set()
+        may_go.wait(0.5 if in_time else 30)
+        steps.append("filled")
+
+    def close(self: Memory) -> None:
+        steps.append("closed")
+        close_memory(self)
+
+    def interrupt(self: LowerTiers) -> None:
+        assert prepares.wait(10)
+        raise Interrupted
+
+    monkeypatch.setattr(HostDevice, "prepare", prepare)
+    monkeypatch.setattr(Memory, "close", close)
+    monkeypatch.setattr(LowerTiers, "start", interrupt)
+    monkeypatch.setattr(assembly, "_STOP_S", 10.0 if in_time else 0.2)
+    try:
+        with pytest.raises(Interrupted):
+            CacheServer(config).start()
+        assert steps == (["filled", "closed"] if in_time else [])
+    finally:
+        may_go.set()
+    eventually(lambda: not any(thread.name == "kvferry-cpu" for thread in threading.enumerate()))
+    assert not Path(config.socket_path).exists()
+
+
 def test_an_embedded_server_whose_loop_breaks_says_so(config: ServerConfig) -> None:
     server = CacheServer(config)
     server.start()
@@ -87,7 +128,7 @@ class Stuck:
         self.holds = True
         self._unmapping = process_table().mappings.unmapping
         monkeypatch.setattr(process_table().mappings, "unmapping", self.unmapping)
-        monkeypatch.setattr(unmapping, "_LIMIT_S", 0.3)
+        monkeypatch.setattr(unmapping_module, "_LIMIT_S", 0.3)
 
     def unmapping(self) -> Callable[[], bool]:
         ended = self._unmapping()
@@ -132,7 +173,7 @@ def test_a_session_ends_whose_mappings_stay(server: CacheServer, stuck: Stuck) -
 
 
 def test_a_repeated_unregister_waits_too(server: CacheServer, stuck: Stuck, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unmapping, "_LIMIT_S", 30.0)
+    monkeypatch.setattr(unmapping_module, "_LIMIT_S", 30.0)
     with CacheClient(server.config.socket_path, timeout_s=0.3) as client:
         register(client)
         for _ in range(2):
