@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -40,6 +41,12 @@ def test_addresses(url: str) -> None:
 @pytest.mark.parametrize("url", ["", "unix:", "unix://", "http://host:1"])
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ValueError, match="unix:///path"):
+        parse_url(url)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:7777", "localhost:1", "[::1]:7777"])
+def test_a_host_and_port_are_no_path(url: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"use tcp://{url}, or")):
         parse_url(url)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import stat
@@ -99,3 +100,38 @@ def test_groups_by_name_and_number() -> None:
     assert group_id_of(None) is None
     with pytest.raises(ShareError, match="no group 'none of that name'"):
         group_id_of("none of that name")
+
+
+# Becomes another user, and tries to connect as a client does; prints the error.
+ASK = """
+import os, sys
+from kvferry.client.handshake import connect
+from kvferry.errors import ServerGoneError
+from kvferry.protocol.address import UnixAddress
+path, uid = sys.argv[1:]
+os.setgroups([])
+os.setgid(int(uid))
+os.setuid(int(uid))
+try:
+    connect(UnixAddress(path), 5)
+except ServerGoneError as error:
+    print(error)
+"""
+
+
+def ask_as_stranger(path: Path) -> str:
+    command = [sys.executable, "-c", ASK, str(path), str(STRANGER)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=True).stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_who_may_not_open_the_socket_hears_why(open_folder: Path) -> None:
+    path = open_folder / "kvferry.sock"
+    with contextlib.closing(UnixListener(str(path))):
+        said = ask_as_stranger(path)
+        open_folder.chmod(0o700)
+        outside = ask_as_stranger(path)
+    assert f"uid {STRANGER} may not open the socket {path} (owner: uid 0, group 0, mode 600)" in said
+    assert f"--allow-uid {STRANGER} or --socket-group" in said
+    assert "[Errno 13]" in said
+    assert f"uid {STRANGER} may not enter its folder" in outside

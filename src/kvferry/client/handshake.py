@@ -7,6 +7,7 @@ import os
 import secrets
 import select
 import socket
+import stat
 import time
 from typing import NamedTuple
 
@@ -40,16 +41,32 @@ class Greeting(NamedTuple):
 
 
 def connect(address: Address, timeout_s: float) -> socket.socket:
-    """A connected, non-blocking socket. Raises ServerGoneError where no server answers."""
+    """A connected, non-blocking socket. Raises ServerGoneError where no server answers, or we may not ask."""
     deadline = time.monotonic() + timeout_s
     try:
         if isinstance(address, UnixAddress):
             return _connect_unix(address.path, deadline)
         return _connect_tcp(address, deadline)
     except OSError as error:
+        if isinstance(error, PermissionError) and isinstance(address, UnixAddress):
+            raise ServerGoneError(f"{_locked_out(address.path)}: {error}") from error
         raise ServerGoneError(
             f"no server answers at {address}: {error}; start one with `kvferry serve`, or check the address"
         ) from error
+
+
+def _locked_out(path: str) -> str:
+    """What to say of a socket that the system does not let us open."""
+    uid = os.geteuid()
+    try:
+        status = os.stat(path)
+    except OSError:
+        return f"a server may be at {path}, but uid {uid} may not enter its folder; open that to it"
+    return (
+        f"a server may be there, but uid {uid} may not open the socket {path} (owner: uid {status.st_uid}, "
+        f"group {status.st_gid}, mode {stat.S_IMODE(status.st_mode):o}); "
+        f"start the server with --allow-uid {uid} or --socket-group"
+    )
 
 
 def _connect_unix(path: str, deadline: float) -> socket.socket:

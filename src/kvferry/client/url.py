@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from kvferry.protocol.address import TCP_SCHEME, Address, TcpAddress, UnixAddress
 
 __all__ = ["Address", "TcpAddress", "UnixAddress", "parse_url"]
 
 _UNIX_SCHEME = "unix:"
+_HOST_AND_PORT = re.compile(r"[^/]*:[0-9]+")
 
 
 def parse_url(url: str) -> Address:
@@ -21,6 +24,8 @@ def parse_url(url: str) -> Address:
         path = path.removeprefix("//") if path.startswith("//") else path
     elif "://" in url:
         raise ValueError(f"{url!r} is no address of a cache server; use unix:///path/to/socket or tcp://host:port")
+    elif _HOST_AND_PORT.fullmatch(url):
+        raise ValueError(f"{url!r} is no address of a cache server; use tcp://{url}, or unix:///path/to/socket")
     else:
         path = url
     if not path:

@@ -28,6 +28,21 @@ def test_an_empty_folder_has_nothing(tmp_path: Path) -> None:
         assert (tier.num_torn, tier.free_bytes() > 0) == (0, True)
 
 
+def test_a_folder_that_had_to_be_made_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        with contextlib.closing(DiskTier(tmp_path / "made")):
+            told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+            assert told == [
+                f"the disk tier's folder {tmp_path}/made was not there, and was made: is its file system mounted?"
+            ]
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(TierUnavailableError, match="it is a file, and no folder"):
+        DiskTier(tmp_path / "file")
+
+
 def test_nobody_else_may_look(tmp_path: Path) -> None:
     with contextlib.closing(DiskTier(tmp_path / "here")) as tier:
         write(tier, meta_of(1, 100))

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import itertools
+import logging
 import os
 import re
 import threading
@@ -18,6 +19,8 @@ import warnings
 
 from kvferry.cache.tiers.tier import ChunkName
 from kvferry.errors import TierUnavailableError
+
+_LOG = logging.getLogger(__name__)
 
 FOLDER = "kvferry-1"
 FOLDER_MODE = 0o700
@@ -44,7 +47,7 @@ class DiskHome:
         self._numbers = itertools.count()
         self._restoring = threading.Lock()
         try:
-            os.makedirs(self.path, FOLDER_MODE, exist_ok=True)
+            self._make_path()
             self._device = os.stat(self.path).st_dev
             self._open()
             self._sweep()
@@ -145,6 +148,18 @@ class DiskHome:
             raise
         self.close()
         self._lock_fd = fd
+
+    def _make_path(self) -> None:
+        """Make PATH where it is missing. Raises OSError."""
+        try:
+            os.makedirs(self.path, FOLDER_MODE)
+        except FileExistsError:
+            if not os.path.isdir(self.path):
+                raise NotADirectoryError(errno.ENOTDIR, "it is a file, and no folder", self.path) from None
+        else:
+            _LOG.warning(
+                "the disk tier's folder %s was not there, and was made: is its file system mounted?", self.path
+            )
 
     def _make_folders(self) -> None:
         """Make what is not there. A folder that others may write to is not ours: they could forge chunks."""
