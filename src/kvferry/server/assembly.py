@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cache import ChunkIndex, LeaseTable, MissLog, Quotas, SlabPool
 from kvferry.config import ServerConfig
-from kvferry.errors import DeadlineError
+from kvferry.errors import DeadlineError, ServerGoneError
 from kvferry.ipc.table import process_table
 from kvferry.protocol.address import Address
 from kvferry.protocol.auth import read_tokens
@@ -30,7 +32,12 @@ from kvferry.server.snapshots import Question, Snapshot, Snapshots
 from kvferry.server.state import State
 from kvferry.server.tasks import CacheClosed, CacheOpened, CopyDone, FdsTaken, MemoryReady, PrepareTask
 from kvferry.server.tier_setup import make_tiers
+from kvferry.server.tiering import LowerTiers
 from kvferry.server.workers import Workers
+
+_LOG = logging.getLogger(__name__)
+
+_STOP_S = 10.0  # for threads of a server that did not come to start
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +65,16 @@ class Parts:
 def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, *, patience: Patience) -> Parts:
     """Make all parts of a server; `undo` gives back what they hold, once no thread runs any more.
 
+    Where this fails, or a signal's handler raises in it, `undo` ends the threads that were started, first of all.
+
     Raises ShareError, CudaUnavailableError, ValueError as `CacheServer.start` says.
     """
     devices = choose_devices(config.device)
-    memory = _memory(config, undo)
-    workers = Workers(devices.make_host, devices.make_gpu, devices.gpus, memory_address=memory.address, post=loop.post)
-    state = _state(config, memory, workers, loop.post, undo)
+    late: list[DeadlineError] = []
+    memory = _memory(config, undo, late)
+    post = functools.partial(_post, loop.post, memory)
+    workers = Workers(devices.make_host, devices.make_gpu, devices.gpus, memory_address=memory.address, post=post)
+    state = _state(config, memory, workers, post, undo)
     health = Health(config.stall_s)
     health.watch(workers.pulses)
     health.watch(state.tiers.pulses)
@@ -74,20 +85,39 @@ def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, 
     snapshots = Snapshots(loop.post, loop.pulse)
     metrics = _metrics(config, snapshots, undo)
     acceptors = tuple(Acceptor(loop, listener.socket, sessions.accept) for listener in listeners)
+    undo.callback(_end_threads, workers, state.tiers, late)  # from here on threads use the memory
     primary = workers.get(devices.primary)
-    for offset, nbytes in memory.pieces:  # from here on nothing fails: the worker uses the memory
+    for offset, nbytes in memory.pieces:
         primary.submit(PrepareTask(offset, nbytes))
     state.tiers.start()
     addresses = tuple(listener.address for listener in listeners)
     return Parts(state, sessions, acceptors, addresses, health, snapshots, metrics, _handlers(sessions, state, health))
 
 
-def _memory(config: ServerConfig, undo: contextlib.ExitStack) -> Memory:
-    """The host memory, none of it touched yet."""
+def _memory(config: ServerConfig, undo: contextlib.ExitStack, late: Sequence[DeadlineError]) -> Memory:
+    """The host memory, none of it touched yet. It is not closed where a thread that uses it is `late` in the end."""
     check_memory(config.memory_bytes)
     memory = Memory(config.memory_bytes)
-    undo.callback(memory.close)
+
+    def close() -> None:
+        if late:
+            _LOG.error("the memory is kept, since it may be in use: %s", "; ".join(map(str, late)))
+        else:
+            memory.close()
+
+    undo.callback(close)
     return memory
+
+
+def _post(post: Callable[[Any], None], memory: Memory, item: object) -> None:
+    """For threads that use the memory, which is there while one of them has this."""
+    with contextlib.suppress(ServerGoneError):  # a late one tells nobody
+        post(item)
+
+
+def _end_threads(workers: Workers, tiers: LowerTiers, late: list[DeadlineError]) -> None:
+    """Nothing is left to be done where the server has been stopped."""
+    late += [*workers.stop(_STOP_S), *tiers.stop(_STOP_S)]
 
 
 def _state(
