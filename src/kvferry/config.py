@@ -154,6 +154,12 @@ class ServerConfig:
             WRITE_POLICIES,
         ).metadata,
     )
+    drain_s: float = field(
+        default=30.0,
+        metadata=seconds(
+            "drain-s", "How long the end may take to write to lower tiers what is in none, and to delete.", 0
+        ).metadata,
+    )
     tenant_quotas: Mapping[str, int] = field(
         default_factory=dict,
         metadata=Setting(

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[list[str], object]] = {
     "verify_memory": (["true"], True),
     "metrics": ([":0"], ":0"),
     "stall_s": (["3"], 3.0),
+    "drain_s": (["3"], 3.0),
     "log_format": (["json"], "json"),
     "log_level": (["debug"], "debug"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import signal
@@ -39,7 +40,7 @@ def run_server(config: ServerConfig, *, until_stdin_closes: bool = False) -> Non
     announcer = threading.Thread(target=_announce, args=(server, stop), name="announcer", daemon=True)
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, _end)
+            signal.signal(number, functools.partial(_end, server))
         if until_stdin_closes:
             threading.Thread(target=_end_with_stdin, name="stdin", daemon=True).start()
         announcer.start()
@@ -52,9 +53,9 @@ def run_server(config: ServerConfig, *, until_stdin_closes: bool = False) -> Non
             announcer.join(15)
 
 
-def _end(number: int, frame: object) -> NoReturn:
+def _end(server: CacheServer, number: int, frame: object) -> NoReturn:
     for again in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(again, signal.SIG_IGN)  # the server is stopping already, and has a time limit for that
+        signal.signal(again, lambda number, frame: server.hurry())  # it is stopping already, and has a limit for that
     _LOG.info("stopping: %s came", signal.Signals(number).name)
     raise _Ended
 

@@ -61,6 +61,7 @@ MEASURES: Mapping[str, Measure] = {
     "fetches": _gauge("Chains that are being loaded from lower tiers."),
     "loads_cut": _count("Chunks that lower tiers have, and that memory had no room for."),
     "writes": _gauge("Chunks on their way to lower tiers."),
+    "writes_lost": _count("Chunks that were in no lower tier when the time of drain-s was over at the end."),
     "tier_capacity_bytes": _gauge("What the tier may hold; memory grows to its size while it is pinned.", "tier"),
     "tier_used_bytes": _gauge("What it holds.", "tier"),
     "tier_chunks": _gauge("Chunks in it.", "tier"),

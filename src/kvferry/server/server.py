@@ -45,7 +45,8 @@ class CacheServer:
         self.config = config
         self._patience = patience
         self._failure: str | None = None
-        self._stop_by: float | None = None
+        self._ends_since: float | None = None
+        self._drain_s = config.drain_s
         self._given_back = False
         self._stopped = threading.Event()
         self._loop: Loop[Any] = Loop(self._on_item, self._on_tick)
@@ -93,6 +94,10 @@ class CacheServer:
         if self._parts.metrics is not None:
             self._parts.metrics.start()
 
+    def hurry(self) -> None:
+        """Let the end wait no longer for the lower tiers. From any thread, and signal handlers."""
+        self._drain_s = 0.0
+
     def stop(self) -> None:
         """End all sessions once their copies have stopped, and give everything back. Idempotent.
 
@@ -102,9 +107,10 @@ class CacheServer:
         if self._thread is None or self._given_back:
             return
         self._loop.post(_Stop())
-        self._thread.join(_STOP_S)
+        limit_s = _STOP_S + self._drain_s
+        self._thread.join(limit_s)
         if self._thread.is_alive():
-            raise DeadlineError(f"the server's loop did not end within {_STOP_S:g} s")
+            raise DeadlineError(f"the server's loop did not end within {limit_s:g} s")
         late = self._parts.stop_threads(_STOP_S)
         if late:
             raise late[0]  # a thread may still use the memory, so that is kept
@@ -159,9 +165,11 @@ class CacheServer:
         parts.state.tiers.tick(now)
         sweeping = parts.state.index.sweep(TICK_S)
         parts.health.tick(now)
-        if self._stop_by is not None:
-            ended = not len(parts.sessions) and parts.state.tiers.idle
-            if ended or now >= self._stop_by:  # a worker that failed closes nothing any more
+        if self._ends_since is not None:
+            took_s = now - self._ends_since
+            ended = not len(parts.sessions) or took_s >= _STOP_S / 2  # a worker that failed closes nothing any more
+            if ended and (parts.state.tiers.idle or took_s >= self._drain_s):
+                parts.state.tiers.tell_left()
                 self._loop.stop()
             return 0.0 if parts.state.tiers.more else 0.1
         for acceptor in parts.acceptors:
@@ -182,7 +190,9 @@ class CacheServer:
             self._parts.handlers[type(item)](item)
 
     def _begin_to_stop(self, text: str) -> None:
-        self._stop_by = time.monotonic() + _STOP_S / 2
+        if self._ends_since is not None:
+            return
+        self._ends_since = time.monotonic()
         for acceptor in self._parts.acceptors:
             acceptor.stop()
         self._parts.sessions.end_all(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from kvferry.server.tier_remote import RemoteSide
 from kvferry.server.tier_tasks import TierDone, TierScanned
 from kvferry.server.tier_threads import TierThreads
 from kvferry.server.tier_writes import Writes
+
+_LOG = logging.getLogger(__name__)
 
 # How much of the memory may wait for the remote tier; for the disk, which is needed to keep what was stored, all may.
 _REMOTE_SHARE = 0.25
@@ -59,6 +62,8 @@ class LowerTiers:
         self._closing = False
         self._clearings: list[Ending] = []
         self._sweeping = False
+        self._memory = memory
+        self._num_lost = 0
         self._now = time.monotonic()
 
     @property
@@ -154,6 +159,20 @@ class LowerTiers:
                 side.hurry()
         self._go_on(Budget(TICK_S))
 
+    def tell_left(self) -> None:
+        """The server ends: say what is lost by that, as no tier has it."""
+        dirty = self._memory.dirty
+        if len(dirty):
+            self._num_lost += len(dirty)
+            _LOG.error(
+                "%d chunks in %d bytes were not written to the lower tiers before the end, and are lost",
+                len(dirty),
+                dirty.nbytes,
+                extra={"chunks": len(dirty), "bytes": dirty.nbytes},
+            )
+        if any(side.leaving for side in (self._disk, self._remote) if side is not None):
+            _LOG.error("not all that was to be deleted in the lower tiers has been, before the end: it may come back")
+
     @property
     def idle(self) -> bool:
         """Whether nothing is to be written, or deleted, but for what could not be."""
@@ -168,8 +187,14 @@ class LowerTiers:
         """Counters and gauges by name."""
         sides = (side for side in (self._disk, self._remote) if side is not None)
         values = {name: value for side in sides for name, value in side.values().items()}
+        values["writes_lost"] = self._num_lost
         return (
-            {**values, "fetches": len(self._fetches), "loads_cut": self._fetches.num_cut, "writes": len(self._writes)}
+            {
+                **values,
+                "fetches": len(self._fetches),
+                "loads_cut": self._fetches.num_cut,
+                "writes": len(self._writes),
+            }
             if self.exist
             else {}
         )
