@@ -129,7 +129,7 @@ class ChunkIndex(ChunkTree):
         shown: list[Chunk] = []
         for chunk in chunks:
             if chunk.state is ChunkState.GONE:
-                self._abandon(chunk)
+                self._free(chunk)
                 self.counters.aborted += 1
                 continue
             assert chunk.state is ChunkState.RESERVED, chunk
@@ -148,7 +148,7 @@ class ChunkIndex(ChunkTree):
             if chunk.state is ChunkState.RESERVED:
                 self._misses.note(chunk.space, chunk.key, reason)
                 self.counters.aborted += self._forget_tree(chunk)
-            self._abandon(chunk)
+            self._free(chunk)
             self.counters.aborted += 1
 
     def clean(self, chunks: Iterable[Chunk]) -> None:

@@ -142,12 +142,6 @@ class ChunkTree:
             if not listing.chunks:
                 del self._spaces[chunk.space]
 
-    def _abandon(self, chunk: Chunk) -> None:
-        """The writer of a chunk that is gone has ended."""
-        if chunk.stage is not ChunkState.GONE:
-            self._forget_tree(chunk)
-        self._free(chunk)
-
     def _let_go(self, last: Chunk) -> None:
         """Give back the places of a chain, from its end up, that no lookup can find and no pin needs any more."""
         link: Chunk | None = last
