@@ -15,6 +15,7 @@ import urllib.request
 
 import pytest
 
+import kvferry
 from kvferry.cli.children import ServerProcess
 from kvferry.cli.serve import _announce
 from kvferry.client import CacheClient
@@ -136,3 +137,15 @@ def test_help_does_not_wait_for_torch() -> None:
     code = "import sys, kvferry.cli.main; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_the_version_without_torch() -> None:
+    code = "import sys, kvferry.cli.main; sys.argv[1:] = ['--version']; kvferry.cli.main.app(standalone_mode=False); "
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout.split() == ["kvferry", kvferry.__version__, "False"]

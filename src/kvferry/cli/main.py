@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from kvferry import __version__
 from kvferry.cli.config_flags import with_settings
 from kvferry.cli.config_sources import load_config
 from kvferry.cli.config_view import describe, view_config
@@ -34,7 +35,6 @@ __all__ = ["app", "main"]
 _LOG = logging.getLogger(__name__)
 
 app = typer.Typer(
-    help="Share, keep and move the paged KV caches of LLM engines.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # those show the values of variables, among which are secrets
 )
@@ -54,6 +54,21 @@ DeviceOption = Annotated[
     Device, typer.Option(help="Use the GPU (cuda), host memory (cpu), or the GPU if there is one.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvferry {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and end.")
+    ] = False,
+) -> None:
+    """Share, keep and move the paged KV caches of LLM engines."""
 
 
 @app.command()
