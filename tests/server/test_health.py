@@ -40,7 +40,7 @@ def test_a_thread_that_hangs_is_unhealthy_until_it_moves(caplog: pytest.LogCaptu
         go_on.set()
         eventually(lambda: look(health))
     thread.join()
-    assert health.report == (True, ())
+    assert health.report == (True, (), ())
     assert health.values() == {"healthy": 1.0}
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["unhealthy", "healthy again"]
 
@@ -62,4 +62,12 @@ def test_what_has_failed_for_good_stays() -> None:
     health.fail("cuda:0: an illegal address")
     for seconds in range(3):
         health.tick(time.monotonic() + seconds)
-        assert health.report == (False, ("cuda:0: an illegal address",))
+        assert health.report == (False, ("cuda:0: an illegal address",), ())
+
+
+def test_what_the_server_does_without_is_a_warning() -> None:
+    health, pulse = Health(5.0), Pulse("remote-1")
+    health.watch(lambda: [pulse], mild=True)
+    health.tick(time.monotonic() + 10.0)
+    assert health.report.healthy
+    assert health.report.warnings[0].startswith("remote-1 has been in")

@@ -61,3 +61,12 @@ def test_another_thread_sees_where_it_hangs() -> None:
     assert "disk-1 has been in fsync" in (pulse.stalled(time.monotonic() + 1.0, 0.5) or "")
     go_on.set()
     thread.join()
+
+
+def test_a_step_may_have_a_limit_of_its_own_but_not_a_shorter_one() -> None:
+    pulse = Pulse("remote-1")
+    with pulse.step("a call", 20.0):
+        assert pulse.stalled(time.monotonic() + 19.0, 5.0) is None
+        assert pulse.stalled(time.monotonic() + 22.0, 5.0)
+        assert pulse.stalled(time.monotonic() + 22.0, 30.0) is None
+    assert pulse.stalled(time.monotonic() + 6.0, 5.0)

@@ -77,7 +77,8 @@ def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, 
     state = _state(config, memory, workers, post, undo)
     health = Health(config.stall_s)
     health.watch(workers.pulses)
-    health.watch(state.tiers.pulses)
+    health.watch(lambda: state.tiers.pulses(remote=False))
+    health.watch(lambda: state.tiers.pulses(remote=True), mild=True)
     mapped = process_table().mappings.stats
     state.more_values += [health.values, state.tiers.values, lambda: {"mapped_bytes": mapped().mapped_bytes}]
     sessions = _sessions(config, loop, state, patience)

@@ -14,10 +14,11 @@ _LOOK_S = 0.5
 
 
 class Report(NamedTuple):
-    """What the last look found; there are `reasons` where it is not `healthy`."""
+    """What the last look found; there are `reasons` where it is not `healthy`, and `warnings` beside that."""
 
     healthy: bool
     reasons: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
 
 class Health:
@@ -29,13 +30,17 @@ class Health:
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
         self._sources: list[Callable[[], Iterable[Pulse]]] = []
+        self._mild: list[Callable[[], Iterable[Pulse]]] = []
         self._failure: str | None = None
         self._look_at = 0.0
         self.report = Report(True, ())
 
-    def watch(self, pulses: Callable[[], Iterable[Pulse]]) -> None:
-        """Look at these, too; `pulses` is asked at every look, since threads come and go."""
-        self._sources.append(pulses)
+    def watch(self, pulses: Callable[[], Iterable[Pulse]], *, mild: bool = False) -> None:
+        """Look at these, too; `pulses` is asked at every look, since threads come and go.
+
+        If they are `mild`, the server does without them: they are told as warnings.
+        """
+        (self._mild if mild else self._sources).append(pulses)
 
     def fail(self, text: str) -> None:
         """Something has failed for good, and the server is about to end."""
@@ -47,13 +52,17 @@ class Health:
         if now < self._look_at:
             return
         self._look_at = now + _LOOK_S
-        stalls = (pulse.stalled(now, self._stall_s) for pulses in self._sources for pulse in pulses())
-        reasons = tuple(text for text in (self._failure, *stalls) if text is not None)
-        was_healthy, self.report = self.report.healthy, Report(not reasons, reasons)
+        reasons = (*(() if self._failure is None else (self._failure,)), *self._stalls(self._sources, now))
+        warnings = self._stalls(self._mild, now)
+        was_healthy, self.report = self.report.healthy, Report(not reasons, reasons, warnings)
         if reasons and was_healthy:
             _LOG.error("unhealthy: %s", "; ".join(reasons), extra={"reasons": reasons})
         elif not reasons and not was_healthy:
             _LOG.warning("healthy again")
+
+    def _stalls(self, sources: Iterable[Callable[[], Iterable[Pulse]]], now: float) -> tuple[str, ...]:
+        texts = (pulse.stalled(now, self._stall_s) for pulses in sources for pulse in pulses())
+        return tuple(text for text in texts if text is not None)
 
     def values(self) -> dict[str, float]:
         """For `stats`."""

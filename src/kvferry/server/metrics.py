@@ -235,4 +235,5 @@ def _metrics(snapshot: Snapshot) -> bytes:
 
 def _health(snapshot: Snapshot) -> bytes:
     report = snapshot.report
-    return json.dumps({"healthy": report.healthy, "reasons": report.reasons}).encode() + b"\n"
+    warnings = {"warnings": report.warnings} if report.warnings else {}
+    return json.dumps({"healthy": report.healthy, "reasons": report.reasons, **warnings}).encode() + b"\n"

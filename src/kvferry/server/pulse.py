@@ -15,29 +15,33 @@ class Pulse:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._now: tuple[str, float] = ("its start", time.monotonic())  # replaced as a whole, so never seen half
+        # What, since when, and its own limit: replaced as a whole, so never seen half.
+        self._now: tuple[str, float, float] = ("its start", time.monotonic(), 0.0)
 
     def __repr__(self) -> str:
-        what, since = self._now
+        what, since, _ = self._now
         return f"<Pulse of {self.name}: in {what} for {time.monotonic() - since:.1f} s>"
 
     def beat(self) -> None:
         """The thread has come round its loop once more."""
-        self._now = ("its loop", time.monotonic())
+        self._now = ("its loop", time.monotonic(), 0.0)
 
     @contextlib.contextmanager
-    def step(self, what: str) -> Iterator[None]:
-        """Name what the body does, which may hang. Steps may lie in one another: the innermost one is told."""
-        outer, _ = self._now
-        self._now = (what, time.monotonic())
+    def step(self, what: str, limit_s: float = 0.0) -> Iterator[None]:
+        """Name what the body does, which may hang. Steps may lie in one another: the innermost one is told.
+
+        With `limit_s` it may take that long, where that is longer than others may.
+        """
+        outer, _, outer_limit_s = self._now
+        self._now = (what, time.monotonic(), limit_s)
         try:
             yield
         finally:
-            self._now = (outer, time.monotonic())
+            self._now = (outer, time.monotonic(), outer_limit_s)
 
     def stalled(self, now: float, limit_s: float) -> str | None:
         """Who hangs, in what, for how long; None where the last sign of life is at most `limit_s` before `now`."""
-        what, since = self._now
-        if now - since <= limit_s:
+        what, since, own_limit_s = self._now
+        if now - since <= max(limit_s, own_limit_s):
             return None
         return f"{self.name} has been in {what} for {now - since:.1f} s"

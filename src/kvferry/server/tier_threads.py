@@ -42,6 +42,8 @@ _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _IDLE_S = 1.0
+_SLACK_S = 5.0  # beyond what a tier says that its calls may take
+_LONG = 8  # times as long may deletions take that go over many pages
 # What somebody waits for comes first, and writes, which nobody waits for, last: after what makes room for them.
 _PRIORITIES: dict[type[TierTask], int] = {
     ReadChunk: 0,
@@ -99,6 +101,8 @@ class TierThreads:
         self.tier = tier
         self._memory_address = memory_address
         self._post = post
+        call_s: float = getattr(tier, "call_s", 0.0)  # what a call may take, where the tier says so
+        self._limit_s = call_s and call_s + _SLACK_S
         self._scan: Iterator[Sequence[StoredChunk]] | None = None
         self._queues: tuple[deque[TierTask], ...] = tuple(deque() for _ in set(_PRIORITIES.values()))
         self._changed = threading.Condition()
@@ -163,7 +167,8 @@ class TierThreads:
             task = self._take()
             if task is None:
                 continue
-            with pulse.step(f"{type(task).__name__} of the {self.tier.name} tier"):
+            limit_s = self._limit_s * (_LONG if isinstance(task, DeleteNamespace) else 1)
+            with pulse.step(f"{type(task).__name__} of the {self.tier.name} tier", limit_s):
                 if isinstance(task, ScanTier):
                     self._scan_some(task)
                 else:

@@ -179,9 +179,9 @@ class LowerTiers:
         sides = (side for side in (self._disk, self._remote) if side is not None)
         return not len(self._writes) and not any(side.leaving for side in sides)
 
-    def pulses(self) -> Iterator[Pulse]:
-        """Those of all threads."""
-        return (pulse for threads in self._threads for pulse in threads.pulses)
+    def pulses(self, *, remote: bool) -> Iterator[Pulse]:
+        """Those of the remote tier's threads, or of the others."""
+        return (pulse for each in self._threads if (each.tier.name == "remote") == remote for pulse in each.pulses)
 
     def values(self) -> dict[str, float]:
         """Counters and gauges by name."""

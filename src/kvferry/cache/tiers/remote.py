@@ -51,6 +51,7 @@ class RemoteTier:
     def __init__(self, url: str, *, options: Mapping[str, str] | None = None, timeout_s: float = 10.0) -> None:
         self._url = RemoteUrl.parse(url)
         self._timeout_s = timeout_s
+        self.call_s = 2 * timeout_s  # what a call may take, but for the deletion of a namespace
         self._store, self._error = open_store(self._url, options or {}, timeout_s)
 
     def __repr__(self) -> str:
