@@ -95,7 +95,8 @@ class DeviceWorker:
     def stop(self, timeout_s: float = 10.0) -> None:
         """Close all caches and end the thread. Raises DeadlineError where it does not end in time."""
         self._tasks.put(None)
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:  # a signal may have come before it was started
+            self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise DeadlineError(f"the worker of {self.name} did not end within {timeout_s} s")
 
