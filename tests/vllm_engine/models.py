@@ -20,10 +20,10 @@ from transformers import (
 VOCAB = 512
 
 
-def llama(folder: Path, seed: int = 7) -> Path:
-    """Grouped-query attention, 4 layers, 2 KV heads of 32 elements."""
+def llama(folder: Path, seed: int = 7, **fields: int) -> Path:
+    """Grouped-query attention, 4 layers, 2 KV heads of 32 elements, where `fields` say nothing else."""
     torch.manual_seed(seed)
-    return _save(LlamaForCausalLM(_config(LlamaConfig)), folder)
+    return _save(LlamaForCausalLM(_config(LlamaConfig, **fields)), folder)
 
 
 def deepseek(folder: Path) -> Path:

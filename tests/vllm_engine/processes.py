@@ -42,98 +42,122 @@ class Zygote:
                 env={**os.environ, **settings},
             )
 
-    def start(self, **arguments: Any) -> Engine:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [b"s"], [theirs.fileno()])
-            (pid,) = PID.unpack(self._control.recv(PID.size))
-        engine = Engine(pid, ours)
+    def start(self, log: Path, **arguments: Any) -> Engine:
+        """A new engine."""
+        engine = Engine(*self._fork())
         try:
-            engine.call("start", timeout_s=400, **arguments)
+            engine.call("start", timeout_s=400, log=str(log), **arguments)
         except BaseException:
             engine.kill()
             raise
         return engine
+
+    def serve(self, log: Path, arguments: list[str]) -> Process:
+        """A new cache server, that is ready."""
+        server = Process(*self._fork())
+        server.send({"op": "serve", "log": str(log), "arguments": [*arguments, "--until-stdin-closes"]})
+        try:
+            server.receive(60)
+        except BaseException:
+            server.kill()
+            raise
+        return server
+
+    def _fork(self) -> tuple[int, socket.socket]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [b"s"], [theirs.fileno()])
+            (pid,) = PID.unpack(self._control.recv(PID.size))
+        return pid, ours
 
     def close(self) -> None:
         self._control.close()
         self._process.wait(60)
 
 
-class Engine:
-    """The test's end of an `EngineSide`."""
+class Process:
+    """A child of the zygote, and our end of its socket."""
 
     def __init__(self, pid: int, sock: socket.socket) -> None:
         self.pid = pid
         self._socket = sock
         self._lines = sock.makefile("rb")
 
-    def ask(self, op: str, **arguments: Any) -> None:
-        """Send a command; `answer` gets what comes of it."""
-        self._socket.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
+    def send(self, message: dict[str, Any]) -> None:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def answer(self, timeout_s: float = 90.0) -> Any:
+    def receive(self, timeout_s: float) -> bytes:
+        """The next line."""
         if not select.select([self._socket], [], [], timeout_s)[0]:
             raise TimeoutError(f"no answer within {timeout_s} s")
         line = self._lines.readline()
         if not line:
-            raise ConnectionError("the engine's process is gone")
-        reply = json.loads(line)
-        if not reply.pop("ok"):
-            raise RuntimeError(reply["error"])
-        return reply
-
-    def call(self, op: str, timeout_s: float = 90.0, **arguments: Any) -> Any:
-        self.ask(op, **arguments)
-        return self.answer(timeout_s)
-
-    def generate(self, prompts: list[list[int]], max_tokens: int = 16, **prompt: Any) -> Any:
-        return self.call("generate", prompts=prompts, max_tokens=max_tokens, **prompt)
+            raise ConnectionError("the process is gone")
+        return line
 
     @property
     def alive(self) -> bool:
         return Path(f"/proc/{self.pid}").exists()
 
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """SIGKILL, and wait until it has happened."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         eventually(lambda: not self.alive)
-        self._close()
+        self.hang_up()
 
     def end(self) -> None:
         """Have it shut down, and wait for that."""
-        self._close()
+        self.hang_up()
         try:
-            eventually(lambda: not self.alive, 30)
+            eventually(lambda: not self.alive, 60)
         except TimeoutError:
             self.kill()
             raise
 
-    def _close(self) -> None:
+    def hang_up(self) -> None:
         self._lines.close()
         self._socket.close()
+
+
+class Engine(Process):
+    """An `EngineSide`, asked."""
+
+    def call(self, op: str, timeout_s: float = 90.0, **arguments: Any) -> Any:
+        """What a command gives."""
+        self.send({"op": op, **arguments})
+        reply = json.loads(self.receive(timeout_s))
+        if not reply.pop("ok"):
+            raise RuntimeError(reply["error"])
+        return reply
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 16, **prompt: Any) -> Any:
+        """Greedy tokens of prompts that come in together."""
+        return self.call("generate", prompts=prompts, max_tokens=max_tokens, **prompt)
 
 
 class Server:
     """`kvferry serve` on the socket at `path`; starts when made."""
 
-    def __init__(self, path: Path, *options: str) -> None:
+    def __init__(self, zygote: Zygote, path: Path, *options: str) -> None:
         self.url = f"unix://{path}"
-        command = [sys.executable, "-m", "kvferry", "serve", "--socket", str(path), "--device", "cpu"]
-        self._command = [*command, "--memory", "256MiB", *options, "--until-stdin-closes"]
-        self._process = self._start()
+        self._zygote = zygote
+        self._log = path.with_suffix(".log")
+        self._arguments = ["--socket", str(path), "--device", "cpu", "--memory", "256MiB", *options]
+        self._process = zygote.serve(self._log, self._arguments)
 
-    def restart(self, *options: str) -> None:
-        """Start again after `kill`, where it was, maybe with more options."""
-        self._command += options
-        self._process = self._start()
-
-    def pause(self) -> None:
-        os.kill(self._process.pid, signal.SIGSTOP)
+    def restart(self) -> None:
+        """Start again after `kill`, where it was."""
+        self._process = self._zygote.serve(self._log, self._arguments)
 
     def resume(self) -> None:
-        os.kill(self._process.pid, signal.SIGCONT)
+        self._process.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def freeze_at_load(self, engine: Engine, num_loads: int) -> None:
         """Have the engine's next step begin so many loads, of which the server hears nothing: it stops just before."""
@@ -162,30 +186,10 @@ class Server:
         with CacheClient(self.url) as client:
             return client.stats()
 
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(30)
-        self._hang_up()
-
     def close(self) -> None:
-        if self._process.poll() is None:
+        if self._process.alive:
             self.resume()
-            self._process.terminate()
-            self._process.wait(30)
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        assert process.stdout is not None
-        if not select.select([process.stdout], [], [], 30)[0] or not process.stdout.readline():
-            process.kill()
-            raise TimeoutError("the cache server did not get ready")
-        return process
+            self._process.end()
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:

@@ -28,7 +28,7 @@ class Stage:
         return self._servers[0]
 
     def serve(self, *options: str) -> Server:
-        self._servers.append(Server(self.folder / f"kv{len(self._servers)}.sock", *options))
+        self._servers.append(Server(self._zygote, self.folder / f"kv{len(self._servers)}.sock", *options))
         return self._servers[-1]
 
     def connector(
@@ -46,7 +46,7 @@ class Stage:
     def engine(self, *, connector: dict[str, Any] | None = None, model: Path | None = None, **arguments: Any) -> Engine:
         engine = self._zygote.start(
             model=str(model or self._model),
-            log=str(self.folder / f"engine-{next(self._numbers)}.log"),
+            log=self.folder / f"engine-{next(self._numbers)}.log",
             connector=connector or self.connector(),
             **arguments,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
+
 from vllm_engine.models import prompt
 from vllm_engine.processes import Engine, eventually
 from vllm_engine.stage import Reference, Stage
@@ -31,6 +33,7 @@ def all_blocks_are_free(engine: Engine) -> None:
     assert blocks["free"] == blocks["all"]
 
 
+@pytest.mark.full
 def test_a_server_that_comes_later(stage: Stage, reference: Reference) -> None:
     asked = prompts(20)
     wanted = reference(asked)
@@ -69,6 +72,7 @@ def test_a_server_that_is_killed_with_requests_in_flight_and_comes_back(stage: S
     hits_return(engine, asked, wanted)
 
 
+@pytest.mark.full
 def test_a_server_that_freezes(stage: Stage, reference: Reference) -> None:
     """It answers neither lookups nor loads; after a while requests are computed, and go on as before when it thaws."""
     stage.serve()
@@ -131,6 +135,7 @@ def test_a_damaged_chunk_is_recomputed(stage: Stage, reference: Reference) -> No
     assert (again["tokens"], again["cached"]) == (wanted, [384])
 
 
+@pytest.mark.full
 def test_damaged_files_of_the_disk_tier(stage: Stage, reference: Reference) -> None:
     folder = stage.folder / "disk"
     stage.serve("--disk", str(folder), "--disk-size", "64MiB")
@@ -169,6 +174,7 @@ def test_preemption_by_a_small_cache(stage: Stage, reference: Reference) -> None
     all_blocks_are_free(engine)
 
 
+@pytest.mark.full
 def test_the_failure_policy_of_vllm(stage: Stage, reference: Reference) -> None:
     """With "fail" a request whose load fails ends with an error, as vLLM says; the log warned of that."""
     stage.serve()

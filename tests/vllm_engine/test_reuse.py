@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from vllm_engine import models
 from vllm_engine.models import prompt
 from vllm_engine.stage import Reference, Stage
@@ -51,6 +53,7 @@ def test_the_tokens_depend_on_what_is_loaded(stage: Stage, reference: Reference,
     assert all(got != right for got, right in zip(victim["tokens"], reference(prompts), strict=True))
 
 
+@pytest.mark.full
 def test_another_models_kv_is_never_reused(stage: Stage, reference: Reference, tmp_path: Path) -> None:
     stage.serve()
     prompts = [prompt(1, 300)]
@@ -96,6 +99,7 @@ def test_together_with_the_engines_own_prefix_cache(stage: Stage, reference: Ref
     assert engine.call("blocks")["free"] == engine.call("blocks")["all"]
 
 
+@pytest.mark.full
 def test_generated_tokens_are_kept_where_asked(stage: Stage, reference: Reference) -> None:
     stage.serve()
     engine = stage.engine(connector=stage.connector(store_generated=True))
@@ -107,6 +111,7 @@ def test_generated_tokens_are_kept_where_asked(stage: Stage, reference: Referenc
     assert found["tokens"] == reference([turn])
 
 
+@pytest.mark.full
 def test_salts_keep_apart_and_a_reset_forgets(stage: Stage, reference: Reference) -> None:
     stage.serve()
     engine = stage.engine()

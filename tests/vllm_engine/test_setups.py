@@ -22,7 +22,7 @@ def alone(zygote: Zygote, tmp_path: Path) -> Iterator[Any]:
     engines: list[Engine] = []
 
     def tokens(model: Path, **arguments: Any) -> list[list[int]]:
-        engine = zygote.start(model=str(model), log=str(tmp_path / "alone.log"), **arguments)
+        engine = zygote.start(model=str(model), log=tmp_path / "alone.log", **arguments)
         engines.append(engine)
         return Reference(engine)(PROMPTS)
 
@@ -31,6 +31,7 @@ def alone(zygote: Zygote, tmp_path: Path) -> Iterator[Any]:
         engine.end()
 
 
+@pytest.mark.full
 def test_latent_attention(stage: Stage, alone: Any, tmp_path: Path) -> None:
     """One request at a time: vLLM itself gives other tokens in a batch of latent attention on CPUs."""
     model = models.deepseek(tmp_path / "deepseek")
@@ -44,6 +45,7 @@ def test_latent_attention(stage: Stage, alone: Any, tmp_path: Path) -> None:
     assert (warm["tokens"], warm["cached"]) == (wanted, [256] * 3)
 
 
+@pytest.mark.full
 def test_a_model_with_several_groups_is_computed(stage: Stage, alone: Any, tmp_path: Path) -> None:
     """And reused where vLLM keeps its layers in one group."""
     model = models.gemma(tmp_path / "gemma")
@@ -62,6 +64,7 @@ def test_a_model_with_several_groups_is_computed(stage: Stage, alone: Any, tmp_p
     assert (found["tokens"], found["cached"]) == (wanted, [256] * 3)
 
 
+@pytest.mark.full
 def test_as_children_of_a_multi_connector(stage: Stage, reference: Reference) -> None:
     """Two servers: both are stored to, the first that has something is loaded from. Statistics go through, too."""
     stage.serve()

