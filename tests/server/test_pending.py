@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.cache import Space
 from kvferry.protocol.messages import Lookup
-from kvferry.server.pending import MAX_PENDING, PendingLookup, PendingLookups
+from kvferry.server.pending import MAX_KEY_BYTES, MAX_PENDING, PendingLookup, PendingLookups
 from kvferry.server.session import Greeting, Session
 from kvferry.server.tier_fetches import Fetch
 
@@ -19,12 +19,12 @@ class Bench:
     def _answer(self, pending: PendingLookup) -> None:
         self.answered.append(pending.message.seq)
 
-    def add(self, session: Session, seq: int, deadline: float, *fetches: Fetch) -> bool:
-        return self.pending.add(session, Lookup(seq, "r", b""), dict(enumerate(fetches)), deadline)
+    def add(self, session: Session, seq: int, deadline: float, *fetches: Fetch, keys: bytes = b"") -> bool:
+        return self.pending.add(session, Lookup(seq, "r", keys), dict(enumerate(fetches)), deadline)
 
 
-def make_session(session_id: int = 1) -> Session:
-    return Session(session_id, "t", Greeting(remote=False, begun_at=0.0))
+def make_session(session_id: int = 1, tenant: str = "t") -> Session:
+    return Session(session_id, tenant, Greeting(remote=False, begun_at=0.0))
 
 
 def make_fetch() -> Fetch:
@@ -91,3 +91,14 @@ def test_lookups_that_end_early_leave_nothing_behind() -> None:
     assert len(bench.answered) == 10_000
     assert len(bench.pending._deadlines) < 200
     assert not bench.pending._sessions
+
+
+def test_so_many_bytes_of_keys_wait_and_no_more() -> None:
+    bench, keys = Bench(), bytes(MAX_KEY_BYTES // 4)
+    sessions = [make_session(number, tenant) for number, tenant in enumerate("ttuuv")]
+    assert [bench.add(session, 1, 5.0, make_fetch(), keys=keys) for session in sessions] == [True] * 4 + [False]
+    bench.pending.drop(sessions[0])
+    assert not bench.add(sessions[2], 2, 5.0, make_fetch(), keys=keys)  # its tenant has the half of all
+    assert bench.add(sessions[4], 2, 5.0, make_fetch(), keys=keys)
+    bench.pending.tick(6.0)
+    assert all(bench.add(session, 3, 9.0, make_fetch(), keys=keys) for session in sessions[:4])

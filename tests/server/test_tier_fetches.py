@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from doubles.memory_tier import MemoryTier
+from kvferry.cache import Space
 from kvferry.errors import TierUnavailableError
+from kvferry.server import tier_fetches
 from tier_bench import CHUNK, SPACE, TierBench, keys, name
 
 Make = Callable[..., TierBench]
@@ -293,3 +296,66 @@ def test_a_chunk_keeps_its_checksum_on_its_way_down_and_up(make: Make) -> None:
     (loaded,) = bench.chunks("ab")
     assert loaded.digest == disk_of(bench).chunks[name("a")][2]
     assert bench.values()["disk_corrupt"] == 1
+
+
+class CountedKeys(Sequence[bytes]):
+    """A long chain of keys, which counts how many were asked for."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self._count = count
+        self._seed = seed
+        self.num_made = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int) -> bytes:  # type: ignore[override]
+        self.num_made += 1
+        return hashlib.sha256(b"%d %d" % (self._seed, place)).digest()
+
+
+def test_of_a_long_chain_that_is_known_to_be_missing_few_keys_are_looked_at(make: Make) -> None:
+    bench = make(remote=MemoryTier("remote"))
+    chain = CountedKeys(32_768)
+    fetch = bench.tiers.fetch(SPACE, chain, 0, CHUNK)
+    assert fetch is not None
+    assert fetch.coming == 32_768
+    assert chain.num_made < 2 * tier_fetches.FIND_CHUNKS
+    bench.until(lambda: not fetch.coming)
+    chain.num_made = 0
+    assert bench.tiers.fetch(SPACE, chain, 0, CHUNK) is None
+    assert chain.num_made < 20
+
+
+def test_a_chain_longer_than_one_question_comes_whole(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_fetches, "FIND_CHUNKS", 2)
+    bench = make("abcdefg", num_chunks=32, remote=MemoryTier("remote"))
+    fetch = bench.fetch("abcdefghi")
+    assert fetch is not None
+    assert fetch.coming == 9  # at most
+    assert bench.load("abcdefghi") == 7
+    assert remote_of(bench).log.count("find") == 4
+    assert fetch.coming == 0
+    small = make(num_chunks=3, remote=remote_of(bench))
+    assert small.load("abcdefg") == 3  # and no more is asked for than there is room for
+    assert remote_of(bench).log.count("find") == 6
+
+
+def test_what_is_loaded_is_limited_by_its_keys_for_one_tenant_and_for_all(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_fetches, "MAX_KEY_BYTES", 4 * 100 * 32)
+    bench = make(remote=MemoryTier("remote"))
+    remote_of(bench).stop("find")
+    other = Space("other", b"o" * 32)
+
+    def begins(space: Space, seed: int) -> bool:
+        return bench.tiers.fetch(space, CountedKeys(100, seed), 0, CHUNK) is not None
+
+    assert [begins(SPACE, seed) for seed in range(4)] == [True, True, False, False]
+    assert [begins(other, seed) for seed in range(4)] == [True, True, False, False]
+    assert not begins(Space("third", b"3" * 32), 0)
+    remote_of(bench).let_go()
+    bench.settle()
+    assert begins(SPACE, 5)
+    bench.settle()

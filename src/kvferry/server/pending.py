@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from kvferry.protocol.messages import Lookup
 from kvferry.server.session import Session
 from kvferry.server.tier_fetches import Fetch
+from kvferry.server.tier_room import WaitingRoom
 
 MAX_PENDING = 1024  # of one session
+MAX_KEY_BYTES = 64 << 20  # of all that wait
 _SLACK = 64
 
 
@@ -41,17 +43,19 @@ class PendingLookups:
         self._deadlines: list[tuple[float, int, PendingLookup]] = []  # the next one first; some have ended already
         self._ties = itertools.count()
         self._num_open = 0
+        self._key_bytes = WaitingRoom(MAX_KEY_BYTES)
 
     def __len__(self) -> int:
         return self._num_open
 
     def add(self, session: Session, message: Lookup, fetches: Mapping[int, Fetch], deadline: float) -> bool:
-        """Have a lookup answered later; False where too many of the session's wait already."""
-        waiting = self._sessions.setdefault(session, {})
-        if len(waiting) >= MAX_PENDING:
+        """Have a lookup answered later; False where too much of the session's, its tenant's or all waits already."""
+        num_waiting = len(self._sessions.get(session, ()))
+        if num_waiting >= MAX_PENDING or not self._key_bytes.fits(session.tenant, len(message.keys)):
             return False
         pending = PendingLookup(session, message, fetches, len(fetches))
-        waiting[pending] = None
+        self._sessions.setdefault(session, {})[pending] = None
+        self._key_bytes.enter(session.tenant, len(message.keys))
         self._num_open += 1
         heapq.heappush(self._deadlines, (deadline, next(self._ties), pending))
         if len(self._deadlines) > 2 * self._num_open + _SLACK:  # most have ended long before their time
@@ -64,8 +68,7 @@ class PendingLookups:
     def drop(self, session: Session) -> None:
         """The session has ended: nobody waits for its answers."""
         for pending in self._sessions.pop(session, ()):
-            self._num_open -= 1
-            pending.ended = True
+            self._close(pending)
 
     def tick(self, now: float) -> None:
         """Answer those whose time is over."""
@@ -84,10 +87,14 @@ class PendingLookups:
     def _end(self, pending: PendingLookup) -> None:
         if pending.ended:
             return
-        pending.ended = True
-        self._num_open -= 1
+        self._close(pending)
         waiting = self._sessions[pending.session]
         del waiting[pending]
         if not waiting:
             del self._sessions[pending.session]
         self._answer(pending)
+
+    def _close(self, pending: PendingLookup) -> None:
+        pending.ended = True
+        self._num_open -= 1
+        self._key_bytes.leave(pending.session.tenant, len(pending.message.keys))

@@ -8,13 +8,17 @@ from dataclasses import dataclass, field
 
 from kvferry.cache import Chunk, ChunkIndex, Miss, Pool, Space, slot_bytes
 from kvferry.cache.tiers import ChunkName
+from kvferry.protocol.messages import KEY_BYTES
 from kvferry.server.tier_disk import DiskSide
 from kvferry.server.tier_queue import TierQueue, name_of
 from kvferry.server.tier_remote import RemoteSide
+from kvferry.server.tier_room import WaitingRoom
 from kvferry.server.tier_tasks import Outcome, TierDone
 from kvferry.server.tier_writes import Writes
 
 MAX_FETCHES = 1024
+MAX_KEY_BYTES = 64 << 20  # of all chains that are being loaded
+FIND_CHUNKS = 512  # of one question; a longer chain goes on with the next one
 # How much of the memory may be waiting for lower tiers, so that stores go on beside it; one fetch alone may have more.
 _LOADING_SHARE = 0.5
 # Why the chunk will be missed by a lookup; the tier could not be asked where it is none of these.
@@ -30,6 +34,7 @@ class Fetch:
         self.nbytes = nbytes
         self.num_loading = 0
         self.num_asked = 0
+        self.num_later = 0  # to be asked for once what is loading has come
         self.from_remote: list[Chunk] = []
         self.forgotten = False
         self._callbacks: list[Callable[[], None]] = []
@@ -38,7 +43,7 @@ class Fetch:
     @property
     def coming(self) -> int:
         """How many chunks may still come, at most."""
-        return self.num_loading + self.num_asked
+        return self.num_loading + self.num_asked + self.num_later
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Call `callback`, once, when no more will come."""
@@ -88,6 +93,8 @@ class Fetches:
         self._fetches: dict[tuple[Space, bytes], Fetch] = {}  # by the last key
         self._loads: dict[Chunk, _Load] = {}
         self._loading_bytes = 0
+        self._places = WaitingRoom(MAX_FETCHES)
+        self._key_bytes = WaitingRoom(MAX_KEY_BYTES)
         self.num_cut = 0  # chunks for which memory had no room
 
     def __len__(self) -> int:
@@ -96,11 +103,15 @@ class Fetches:
     def begin(self, space: Space, keys: Sequence[bytes], have: int, nbytes: int) -> Fetch | None:
         """Load what lower tiers have of `keys[have:]`, in chunks of `nbytes`; None where they have nothing.
 
-        One fetch at a time for a chain: who asks again gets the one that is going on.
+        One fetch at a time for a chain: who asks again gets the one that is going on. None, too, where too much is
+        being loaded for all, or for this tenant.
         """
         going_on = self._fetches.get((space, keys[len(keys) - 1]))
-        if going_on is not None or len(self._fetches) >= MAX_FETCHES:
+        if going_on is not None:
             return going_on
+        key_bytes = KEY_BYTES * len(keys)
+        if not (self._places.fits(space.tenant, 1) and self._key_bytes.fits(space.tenant, key_bytes)):
+            return None
         on_disk = have
         if self._disk is not None and self._disk.queue.usable:
             on_disk = max(have, self._disk.lookup(space, keys))
@@ -112,6 +123,8 @@ class Fetches:
         if not fetch.coming:
             return None
         self._fetches[space, keys[len(keys) - 1]] = fetch
+        self._places.enter(space.tenant, 1)
+        self._key_bytes.enter(space.tenant, key_bytes)
         return fetch
 
     def forget(self, space: Space) -> None:
@@ -120,10 +133,13 @@ class Fetches:
             fetch.forgotten |= fetch.space == space
 
     def _ask(self, remote: RemoteSide, fetch: Fetch, start: int) -> None:
-        names = remote.may_have([ChunkName(fetch.space.digest, key) for key in fetch.keys[start:]])
+        """Ask for the next few of the chain; more than these come only if all of them do."""
+        end = min(len(fetch.keys), start + FIND_CHUNKS)
+        names = remote.may_have(fetch.space.digest, (fetch.keys[place] for place in range(start, end)))
         if names:
             fetch.num_asked = len(names)
-            remote.queue.find(tuple(names), functools.partial(self._on_found, remote, fetch, start, names))
+            fetch.num_later = len(fetch.keys) - end if start + len(names) == end else 0
+            remote.queue.find(names, functools.partial(self._on_found, remote, fetch, start, names))
 
     def _on_found(
         self, remote: RemoteSide, fetch: Fetch, start: int, names: Sequence[ChunkName], done: TierDone
@@ -208,13 +224,26 @@ class Fetches:
             self._remote.miss(name_of(load.chunk))
 
     def _end_if_done(self, fetch: Fetch) -> None:
+        if fetch.num_loading or fetch.num_asked:
+            return
+        self._ask_later(fetch)
         if fetch.coming:
             return
         del self._fetches[fetch.space, fetch.keys[len(fetch.keys) - 1]]
+        self._places.leave(fetch.space.tenant, 1)
+        self._key_bytes.leave(fetch.space.tenant, KEY_BYTES * len(fetch.keys))
         fetch.end()
         last = max((chunk for chunk in fetch.from_remote if chunk.visible), key=lambda chunk: chunk.depth, default=None)
         if last is not None:
             self._writes.copy_down(last)
+
+    def _ask_later(self, fetch: Fetch) -> None:
+        """Go on with the chain, if all that was asked for so far has come."""
+        start, fetch.num_later = len(fetch.keys) - fetch.num_later, 0
+        if start < len(fetch.keys) and self._remote is not None and self._remote.queue.usable and not fetch.forgotten:
+            last = self._memory.find(fetch.space, fetch.keys[start - 1])
+            if last is not None and last.visible:
+                self._ask(self._remote, fetch, start)
 
     def _chunks_left(self, nbytes: int) -> int | None:
         """How many chunks more may be loaded now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from kvferry.cache import Pool
 from kvferry.cache.tiers import ChunkName
@@ -46,14 +46,15 @@ class RemoteSide:
         """Whether it is there, or is being written."""
         return name in self._writing or self._known.get(name) == self._num_deleted[name.namespace]
 
-    def may_have(self, names: Sequence[ChunkName]) -> Sequence[ChunkName]:
-        """Those of `names`, from the first on, that are worth asking for."""
-        count = 0
-        for name in names:
+    def may_have(self, namespace: bytes, keys: Iterable[bytes]) -> tuple[ChunkName, ...]:
+        """The chunks of a namespace, from the first one on, that are worth asking for."""
+        names: list[ChunkName] = []
+        for key in keys:
+            name = ChunkName(namespace, key)
             if self._is_deleting(name) or self._misses.get(name, self._now) > self._now:
                 break
-            count += 1
-        return names[:count]
+            names.append(name)
+        return tuple(names)
 
     def can_write(self, name: ChunkName, nbytes: int) -> bool:
         """Whether one more may be written; else it is skipped, since memory is not kept waiting for a slow network."""
