@@ -226,6 +226,36 @@ except TierUnavailableError as error:
     assert "Permission denied" in lines[4]
 
 
+def test_a_namespace_that_cannot_be_listed_does_not_hide_the_others() -> None:
+    """Root may list all, so somebody else has to try."""
+    code = """
+import os, sys
+from cache.tiers.chunks import meta_of, write
+from kvferry.cache.tiers import DiskTier
+if os.geteuid() == 0:
+    os.chown(sys.argv[1], 65534, 65534)
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+path = sys.argv[1] + "/chunks"
+tier = DiskTier(path)
+for key in range(6):
+    write(tier, meta_of(key, 1000, namespace=key))
+with os.scandir(path + "/kvferry-1") as entries:
+    folders = [entry.path for entry in entries if len(entry.name) == 64]
+for folder in (folders[0], folders[3]):
+    os.chmod(folder, 0)
+print(sum(len(batch) for batch in tier.scan()), tier.num_unlisted, tier.num_torn)
+for folder in (folders[0], folders[3]):
+    os.chmod(folder, 0o700)
+print(sum(len(batch) for batch in tier.scan()), tier.num_unlisted, tier.num_torn)
+tier.close()
+"""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own is closed to others
+        os.chmod(folder, 0o755)
+        assert in_child(code, folder).splitlines() == ["4 2 0", "6 0 0"]
+
+
 def test_a_second_server_is_refused_by_name(tmp_path: Path) -> None:
     code = """
 import os, sys

@@ -49,6 +49,7 @@ class DiskTier:
         self._home = DiskHome(os.fspath(path))
         self.direct = True
         self.num_torn = self._home.num_swept
+        self.num_unlisted = 0
 
     def __repr__(self) -> str:
         return f"<DiskTier {self._home.path}{'' if self.direct else ', buffered'}>"
@@ -117,13 +118,27 @@ class DiskTier:
 
         Removes files that are no whole chunks, and counts them in `num_torn`; does not read the chunks' bytes. Meant to
         run before the first write: of two files with one name, a new one might be removed for an old one that was torn.
-        Raises TierUnavailableError where the folder cannot be listed.
+        A namespace that cannot be listed is left out, and counted in `num_unlisted`.
+
+        Raises TierUnavailableError where the folder itself cannot be listed.
         """
         try:
-            for namespace in self._home.namespaces():
-                yield from self._scan_namespace(namespace)
+            namespaces = self._home.namespaces()
         except OSError as error:
             raise TierUnavailableError(f"{self._home.path} cannot be listed: {error}") from error
+        self.num_unlisted = 0
+        for namespace in namespaces:
+            try:
+                names = self._home.names(namespace)
+            except OSError as error:
+                if not self.num_unlisted:
+                    _LOG.error("chunks below %s are left out, as they cannot be listed: %s", self._home.path, error)
+                self.num_unlisted += 1
+                yield ()
+            else:
+                yield from self._scan_namespace(namespace, names)
+        if self.num_unlisted:
+            _LOG.error("%d of %d folders below %s were left out", self.num_unlisted, len(namespaces), self._home.path)
 
     def free_bytes(self) -> int:
         """What the file system has left for this user, nothing where it has no inodes. Raises TierUnavailableError."""
@@ -176,9 +191,8 @@ class DiskTier:
             self.direct = False
             _LOG.info("the file system of %s takes no O_DIRECT; chunks go through the page cache", self._home.path)
 
-    def _scan_namespace(self, namespace: bytes) -> Iterator[Sequence[StoredChunk]]:
+    def _scan_namespace(self, namespace: bytes, names: Sequence[ChunkName]) -> Iterator[Sequence[StoredChunk]]:
         found: list[StoredChunk] = []
-        names = self._home.names(namespace)
         if not names:
             self._home.drop_namespace(namespace)
         for number, name in enumerate(names, 1):
