@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
 
 import pytest
 
-from kvferry.server.health import Health
+from doubles.memory_tier import MemoryTier
+from kvferry.errors import TierUnavailableError
+from kvferry.server.health import Health, Report
 from kvferry.server.pulse import Pulse
 from serving.process import eventually
+from tier_bench import TierBench
 
 
 def look(health: Health) -> bool:
@@ -71,3 +75,38 @@ def test_what_the_server_does_without_is_a_warning() -> None:
     health.tick(time.monotonic() + 10.0)
     assert health.report.healthy
     assert health.report.warnings[0].startswith("remote-1 has been in")
+
+
+def test_work_of_the_disk_that_does_not_move_is_unhealthy_and_a_pause_is_a_warning() -> None:
+    disk = MemoryTier()
+    with contextlib.closing(TierBench(8, disk=disk)) as bench:
+        bench.settle()
+        health = Health(5.0)
+        health.watch(lambda: [each for each in bench.tiers.pulses(remote=False) if not isinstance(each, Pulse)])
+        health.note(bench.tiers.warnings)
+
+        def look(later_s: float) -> Report:
+            bench.tick(later_s)
+            health.tick(time.monotonic() + bench.later_s)
+            return health.report
+
+        assert look(60.0) == (True, (), ())  # nothing to do
+        disk.stop("write")
+        bench.store("a")
+        assert look(1.0).healthy
+        report = look(6.0)
+        assert not report.healthy
+        assert report.reasons[0].startswith("the disk tier has ended none of its ")
+        disk.let_go()
+        bench.settle()
+        assert look(1.0) == (True, (), ())
+        disk.failures["write"] = TierUnavailableError("the disk is gone")
+        bench.store("bcde")
+        bench.until(lambda: bench.values()["disk_paused"] == 1)
+        report = look(8.0)
+        assert report.healthy
+        assert report.warnings == (
+            "the disk tier is left alone, as it failed several times in a row: the disk is gone",
+        )
+        disk.failures.clear()
+        assert look(3.0).warnings == ()

@@ -79,6 +79,7 @@ def assemble(config: ServerConfig, loop: Loop[Any], undo: contextlib.ExitStack, 
     health.watch(workers.pulses)
     health.watch(lambda: state.tiers.pulses(remote=False))
     health.watch(lambda: state.tiers.pulses(remote=True), mild=True)
+    health.note(state.tiers.warnings)
     mapped = process_table().mappings.stats
     state.more_values += [health.values, state.tiers.values, lambda: {"mapped_bytes": mapped().mapped_bytes}]
     sessions = _sessions(config, loop, state, patience)

@@ -5,6 +5,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import Protocol
+
+
+class Watched(Protocol):
+    """What the watchdog looks at."""
+
+    def stalled(self, now: float, limit_s: float) -> str | None:
+        """Who hangs, in what, for how long; None where it moved in the last `limit_s` before `now`."""
 
 
 class Pulse:

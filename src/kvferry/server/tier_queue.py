@@ -81,6 +81,7 @@ class TierQueue:
         self._num_failures = 0
         self._now = self._moved_at = time.monotonic()
         self._paused_until: float | None = None
+        self._why_paused = ""
         self._stuck = False
         self._scanning = False
         self._withdrawn: deque[TierTask] = deque()
@@ -92,6 +93,20 @@ class TierQueue:
     def usable(self) -> bool:
         """Whether the tier is worth asking at present."""
         return not self._stuck and self._paused_until is None
+
+    @property
+    def warning(self) -> str | None:
+        """Why it is left alone at present, after failures."""
+        if self._paused_until is None:
+            return None
+        return f"the {self.name} tier is left alone, as it failed several times in a row: {self._why_paused}"
+
+    def stalled(self, now: float, limit_s: float) -> str | None:
+        """That there is work, and none of it has ended for so long; None while the tier is paused."""
+        waiting = len(self._tasks) + self._scanning
+        if not waiting or self._paused_until is not None or now - self._moved_at <= limit_s:
+            return None
+        return f"the {self.name} tier has ended none of its {waiting} calls for {now - self._moved_at:.1f} s"
 
     def write(self, chunk: Chunk, source: Chunk, on_end: OnEnd) -> None:
         """Keep what the memory has as `source` as `chunk`."""
@@ -148,6 +163,7 @@ class TierQueue:
         self._now = now
         if self._paused_until is not None and now >= self._paused_until:
             self._paused_until = None
+            self._moved_at = now
         if not self._tasks and not self._scanning:
             self._moved_at = now
             self._stuck = False
@@ -199,7 +215,7 @@ class TierQueue:
             _LOG.warning("the %s tier failed: %s", self.name, done.text)
         if self._num_failures >= _FAILURES_TO_PAUSE and self.usable:
             _LOG.error("the %s tier is left alone for %g s: %s", self.name, _PAUSE_S, done.text)
-            self._paused_until = self._now + _PAUSE_S
+            self._paused_until, self._why_paused = self._now + _PAUSE_S, done.text
             self._withdraw()
 
     def _withdraw(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry.cache import Chunk, ChunkIndex, Pool, Space
 from kvferry.errors import DeadlineError
-from kvferry.server.pulse import Pulse
+from kvferry.server.pulse import Watched
 from kvferry.server.rounds import ITEM_S, TICK_S, Budget
 from kvferry.server.tier_clears import Ending, OnGone
 from kvferry.server.tier_disk import DiskSide
@@ -179,9 +179,17 @@ class LowerTiers:
         sides = (side for side in (self._disk, self._remote) if side is not None)
         return not len(self._writes) and not any(side.leaving for side in sides)
 
-    def pulses(self, *, remote: bool) -> Iterator[Pulse]:
-        """Those of the remote tier's threads, or of the others."""
-        return (pulse for each in self._threads if (each.tier.name == "remote") == remote for pulse in each.pulses)
+    def pulses(self, *, remote: bool) -> Iterator[Watched]:
+        """What has to move of the remote tier, or of the others: threads, and the work that the disk has to do."""
+        for threads in self._threads:
+            if (threads.tier.name == "remote") == remote:
+                yield from threads.pulses
+        if self._disk is not None and not remote:
+            yield self._disk.queue
+
+    def warnings(self) -> Iterator[str]:
+        """Which tiers are left alone at present, and why."""
+        return (queue.warning for queue in self._queues.values() if queue.warning is not None)
 
     def values(self) -> dict[str, float]:
         """Counters and gauges by name."""
