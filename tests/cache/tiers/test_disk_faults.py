@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -279,6 +279,32 @@ sys.stdin.read()
         first.stdin.close()
         first.stdout.close()
     DiskTier(tmp_path).close()
+
+
+def test_a_server_whose_folder_was_deleted_leaves_it_to_the_next_one(tmp_path: Path) -> None:
+    old, new = meta_of(1, 1000), meta_of(2, 1000)
+    with contextlib.closing(DiskTier(tmp_path)) as first:
+        write(first, old)
+        shutil.rmtree(tmp_path / "kvferry-1")
+        with contextlib.closing(DiskTier(tmp_path)) as second:
+            write(second, new)
+            calls: list[Callable[[], object]] = [
+                first.free_bytes,
+                lambda: write(first, old),
+                lambda: is_whole(first, new),
+                lambda: first.find([new.name]),
+                lambda: first.delete([new.name]),
+                lambda: list(first.scan()),
+            ]
+            for call in calls:
+                with pytest.raises(TierUnavailableError, match=rf"used by another server \(pid {os.getpid()}\)"):
+                    call()
+            assert is_whole(second, new)
+            assert [chunk.meta for batch in second.scan() for chunk in batch] == [new]
+        assert first.free_bytes() > 0  # its own again
+        write(first, old)
+        with pytest.raises(TierUnavailableError, match="another server"):
+            DiskTier(tmp_path)
 
 
 @pytest.mark.parametrize("where", ["a file", "below a file"])

@@ -62,6 +62,7 @@ class DiskTier:
         if len(data) != meta.nbytes:
             raise ValueError(f"{len(data)} bytes for {format.describe(meta)}")
         header = format.encode(meta, digest or format.digest_of(data))
+        self._home.check()
         try:
             try:
                 self._write(meta.name, header, data)
@@ -80,6 +81,7 @@ class DiskTier:
         if len(into) != meta.nbytes:
             raise ValueError(f"{len(into)} bytes of memory for {format.describe(meta)}")
         path = self._home.chunk(meta.name)
+        self._home.check()
         try:
             header = format.decode(self._read(path, into))
             format.check(header, meta, into)
@@ -91,6 +93,7 @@ class DiskTier:
 
     def find(self, names: Sequence[ChunkName]) -> int:
         """How many of `names`, from the first on, have files."""
+        self._home.check()
         for count, name in enumerate(names):
             try:
                 os.stat(self._home.chunk(name), follow_symlinks=False)
@@ -102,6 +105,7 @@ class DiskTier:
 
     def delete(self, names: Sequence[ChunkName]) -> None:
         """Remove chunks' files; one that cannot be removed does not keep the others."""
+        self._home.check()
         failed: OSError | None = None
         for name in names:
             try:
@@ -122,6 +126,7 @@ class DiskTier:
 
         Raises TierUnavailableError where the folder itself cannot be listed.
         """
+        self._home.check()
         try:
             namespaces = self._home.namespaces()
         except OSError as error:
@@ -142,6 +147,7 @@ class DiskTier:
 
     def free_bytes(self) -> int:
         """What the file system has left for this user, nothing where it has no inodes. Raises TierUnavailableError."""
+        self._home.check()
         try:
             status = os.statvfs(self._home.path)
         except OSError as error:

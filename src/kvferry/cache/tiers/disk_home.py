@@ -40,8 +40,10 @@ class DiskHome:
 
     def __init__(self, path: str) -> None:
         self._lock_fd: int | None = None
+        self._lock: os.stat_result | None = None  # the file that is held: no other gets its number meanwhile
         self.path = os.path.abspath(path)
         self.folder = os.path.join(self.path, FOLDER)
+        self._lock_path = os.path.join(self.folder, _LOCK)
         self.num_swept = 0
         self._prefix = os.urandom(4).hex()
         self._numbers = itertools.count()
@@ -112,7 +114,7 @@ class DiskHome:
                 raise TierUnavailableError(
                     f"{self.path} is on another file system than at the start: mount the one that was there again"
                 )
-            if self._lock_fd is not None and not self._is_locked(self._lock_fd):
+            if self._lock is not None and not self._is_lock(self._lock):
                 self._open()
             self._make_folders()
         except OSError as error:
@@ -120,19 +122,33 @@ class DiskHome:
         finally:
             self._restoring.release()
 
+    def check(self) -> None:
+        """Look whether this is still the server's own folder: another one may have come after somebody deleted it.
+
+        Takes it back where that other server has ended. Raises TierUnavailableError where it uses the folder.
+        """
+        lock = self._lock
+        try:
+            foreign = lock is not None and not os.path.samestat(os.stat(self._lock_path, follow_symlinks=False), lock)
+        except OSError:
+            return  # nobody's: what is done next makes it anew, or says what is wrong
+        if foreign:
+            self.restore()
+
     def close(self) -> None:
         """Give up the lock; idempotent."""
-        fd, self._lock_fd = self._lock_fd, None
+        fd, self._lock_fd, self._lock = self._lock_fd, None, None
         if fd is not None:
             os.close(fd)
 
     def _open(self) -> None:
         """Make the folders and take the lock."""
         self._make_folders()
-        fd = os.open(os.path.join(self.folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not self._is_locked(fd):
+            lock = os.fstat(fd)
+            if not self._is_lock(lock):
                 raise OSError(errno.EAGAIN, "the folder was removed while it was opened", self.folder)
             os.ftruncate(fd, 0)
             os.pwrite(fd, b"%d\n" % os.getpid(), 0)
@@ -147,7 +163,7 @@ class DiskHome:
             os.close(fd)
             raise
         self.close()
-        self._lock_fd = fd
+        self._lock_fd, self._lock = fd, lock
 
     def _make_path(self) -> None:
         """Make PATH where it is missing. Raises OSError."""
@@ -170,10 +186,10 @@ class DiskHome:
             if status.st_mode & 0o022 or os.geteuid() not in (0, status.st_uid):
                 raise OSError(errno.EPERM, f"owned by uid {status.st_uid} with mode {status.st_mode:o}", folder)
 
-    def _is_locked(self, fd: int) -> bool:
-        """Whether the lock file is still the one that is open here."""
+    def _is_lock(self, lock: os.stat_result) -> bool:
+        """Whether the lock file is still this one. Raises OSError."""
         try:
-            return os.path.samestat(os.stat(os.path.join(self.folder, _LOCK)), os.fstat(fd))
+            return os.path.samestat(os.stat(self._lock_path, follow_symlinks=False), lock)
         except FileNotFoundError:
             return False
 
