@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -15,6 +18,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 VOCAB = 512
@@ -24,6 +28,37 @@ def llama(folder: Path, seed: int = 7, **fields: int) -> Path:
     """Grouped-query attention, 4 layers, 2 KV heads of 32 elements, where `fields` say nothing else."""
     torch.manual_seed(seed)
     return _save(LlamaForCausalLM(_config(LlamaConfig, **fields)), folder)
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Add a tokenizer to a model: every word of a text is a token, of which most are unknown."""
+    words = [
+        "<unk>",
+        *[
+            "the",
+            "ferry",
+            "leaves",
+            "at",
+            "nine",
+            "and",
+            "ten",
+            "eleven",
+            "unless",
+            "wind",
+            "is",
+            "from",
+            "north",
+            "When",
+            "does",
+            "it",
+            "leave",
+            "stay",
+        ],
+    ]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<unk>").save_pretrained(folder)
+    return folder
 
 
 def deepseek(folder: Path) -> Path:
