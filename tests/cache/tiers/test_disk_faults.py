@@ -15,7 +15,7 @@ import pytest
 
 from cache.tiers.chunks import MIB, chain_of, filled, is_whole, memory, meta_of, write
 from kvferry.cache.tiers import ChunkMeta, DiskTier
-from kvferry.errors import ChunkCorruptError, ChunkMissingError, TierFullError, TierUnavailableError
+from kvferry.errors import ChunkCorruptError, ChunkMissingError, TierError, TierFullError, TierUnavailableError
 
 
 def path_of(folder: Path, meta: ChunkMeta) -> Path:
@@ -178,6 +178,32 @@ def test_what_is_no_file_is_corrupt(tmp_path: Path, kind: str) -> None:
             os.mkfifo(path)
         with pytest.raises(ChunkCorruptError):
             is_whole(tier, meta)
+        assert tier.find([meta.name]) == 0
+        if kind == "folder":
+            (path / "something").touch()
+            with pytest.raises(TierError, match="cannot be written: Is a directory; remove what is there") as raised:
+                write(tier, meta)
+            assert raised.type is TierError  # not a fault of the disk
+            tier.delete([meta.name])
+        else:
+            write(tier, meta)
+            assert is_whole(tier, meta)
+        assert not list(tmp_path.glob("kvferry-1/writing/*"))
+    assert (tmp_path / "aside").stat().st_size == 4096 + 1000
+    assert (path / "something").exists() == (kind == "folder")
+
+
+def test_a_file_in_place_of_a_namespace_is_a_fault_of_its_chunks_only(tmp_path: Path) -> None:
+    ours, other = meta_of(1, 1000), meta_of(2, 1000, namespace=3)
+    with contextlib.closing(DiskTier(tmp_path)) as tier:
+        path_of(tmp_path, other).parent.write_bytes(b"somebody's")
+        with pytest.raises(TierError, match="Not a directory") as raised:
+            write(tier, other)
+        assert raised.type is TierError
+        assert tier.find([other.name]) == 0
+        tier.delete([other.name])
+        write(tier, ours)
+        assert is_whole(tier, ours)
 
 
 def test_a_file_that_may_not_be_read_is_corrupt_and_left_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import stat
 from pathlib import Path
 
 import pytest
@@ -119,11 +120,11 @@ def test_foreign_files_are_left_where_they_are(tmp_path: Path) -> None:
     ]
     for file in foreign:
         file.write_bytes(b"somebody's")
-    folders = [home / "snapshots", home / ("0" * 62), space / ("e" * 64), home / ("E" * 64)]
+    folders = [home / "snapshots", home / ("0" * 62), space / ("e" * 63), home / ("E" * 64)]
     for folder in folders:
         folder.mkdir()
         (folder / ("1" * 64)).write_bytes(b"somebody's")
-    links = [space / ("d" * 64), home / ("d" * 64)]
+    links = [space / ("d" * 63), home / ("d" * 64)]
     links[0].symlink_to(outside)
     links[1].symlink_to(folders[0], target_is_directory=True)
     with contextlib.closing(DiskTier(tmp_path)) as tier:
@@ -132,6 +133,25 @@ def test_foreign_files_are_left_where_they_are(tmp_path: Path) -> None:
     assert all(file.read_bytes() == b"somebody's" for file in foreign)
     assert all((folder / ("1" * 64)).read_bytes() == b"somebody's" for folder in folders)
     assert all(link.is_symlink() for link in links)
+
+
+def test_what_is_no_file_where_a_chunk_should_be_is_torn(tmp_path: Path) -> None:
+    meta = meta_of(1, 100)
+    with contextlib.closing(DiskTier(tmp_path)) as tier:
+        write(tier, meta)
+    space = path_of(tmp_path, meta).parent
+    folder, link, pipe, bound = (space / (letter * 64) for letter in "abcd")
+    folder.mkdir()
+    (folder / "notes").write_bytes(b"somebody's")
+    (tmp_path / "outside").write_bytes(b"somebody's")
+    link.symlink_to(tmp_path / "outside")
+    os.mkfifo(pipe)
+    os.mknod(bound, stat.S_IFSOCK | 0o600)
+    with contextlib.closing(DiskTier(tmp_path)) as tier:
+        assert [chunk.meta for chunk in scanned(tier)] == [meta]
+        assert tier.num_torn == 4
+    assert sorted(space.iterdir()) == sorted([folder, path_of(tmp_path, meta)])
+    assert (folder / "notes").read_bytes() == (tmp_path / "outside").read_bytes() == b"somebody's"
 
 
 def test_torn_files_are_removed_and_counted(tmp_path: Path) -> None:

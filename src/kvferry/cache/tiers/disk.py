@@ -6,6 +6,7 @@ import contextlib
 import errno
 import logging
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ DISK_THREADS = 4
 _SCAN_BATCH = 512
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _GONE = {errno.ENOENT, errno.ESTALE}
+_NO_FILE = {errno.ELOOP, errno.ENXIO}  # a link, a socket
 _FILE_FAULTS = {errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO}
 
 
@@ -57,7 +59,7 @@ class DiskTier:
     def write(self, meta: ChunkMeta, data: memoryview, digest: bytes = b"") -> None:
         """Keep a chunk, whole or not at all; `digest` is the checksum of what `data` ought to be, where that is known.
 
-        Raises TierFullError or TierUnavailableError.
+        Raises TierFullError, TierUnavailableError, or another TierError where only this chunk cannot be kept.
         """
         if len(data) != meta.nbytes:
             raise ValueError(f"{len(data)} bytes for {format.describe(meta)}")
@@ -96,8 +98,9 @@ class DiskTier:
         self._home.check()
         for count, name in enumerate(names):
             try:
-                os.stat(self._home.chunk(name), follow_symlinks=False)
-            except FileNotFoundError:
+                if not stat.S_ISREG(os.stat(self._home.chunk(name), follow_symlinks=False).st_mode):
+                    return count
+            except (FileNotFoundError, NotADirectoryError):
                 return count
             except OSError as error:
                 raise TierUnavailableError(f"{self._home.path} cannot be searched: {error}") from error
@@ -110,8 +113,8 @@ class DiskTier:
         for name in names:
             try:
                 os.unlink(self._home.chunk(name))
-            except FileNotFoundError:
-                continue
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                continue  # what is no file is no chunk, and never taken for one
             except OSError as error:
                 failed = error
         if failed is not None:
@@ -120,8 +123,9 @@ class DiskTier:
     def scan(self) -> Iterator[Sequence[StoredChunk]]:
         """All chunks on disk, parents before children, in batches; some are empty, so that the caller gets its turn.
 
-        Removes files that are no whole chunks, and counts them in `num_torn`; does not read the chunks' bytes. Meant to
-        run before the first write: of two files with one name, a new one might be removed for an old one that was torn.
+        Removes what is no whole chunk, and counts it in `num_torn` (a folder is counted, and stays); does not read the
+        chunks' bytes. Meant to run before the first write: of two files with one name, a new one might be removed for
+        an old one that was torn.
         A namespace that cannot be listed is left out, and counted in `num_unlisted`.
 
         Raises TierUnavailableError where the folder itself cannot be listed.
@@ -212,7 +216,7 @@ class DiskTier:
             yield found[first : first + _SCAN_BATCH]
 
     def _inspect(self, name: ChunkName) -> StoredChunk | None:
-        """What a file's header says; a file that is no whole chunk is removed, one that cannot be read is left."""
+        """What a file's header says; what is no whole chunk is removed, a folder or what cannot be read is left."""
         path = self._home.chunk(name)
         try:
             page, status = disk_file.read_header(path)
@@ -222,8 +226,9 @@ class DiskTier:
         except ChunkCorruptError:
             pass
         except OSError as error:
-            _LOG.warning("%s is left out: %s", path, error)
-            return None
+            if error.errno not in _NO_FILE:
+                _LOG.warning("%s is left out: %s", path, error)
+                return None
         self.num_torn += 1
         with contextlib.suppress(OSError):
             os.unlink(path)

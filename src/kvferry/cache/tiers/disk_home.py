@@ -18,7 +18,7 @@ import threading
 import warnings
 
 from kvferry.cache.tiers.tier import ChunkName
-from kvferry.errors import TierUnavailableError
+from kvferry.errors import TierError, TierUnavailableError
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,14 +73,20 @@ class DiskHome:
         return os.path.join(self.folder, _WRITING, f"{self._prefix}-{next(self._numbers)}.part")
 
     def publish(self, part: str, name: ChunkName) -> None:
-        """Give a file that has been written its chunk's name. Raises OSError."""
+        """Give a file that has been written its chunk's name; what is in its place goes, but for a folder.
+
+        Raises OSError; TierError where a folder is in its place, or a file in that of its namespace.
+        """
         path = self.chunk(name)
         try:
-            os.rename(part, path)
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):  # another thread was first
-                os.mkdir(os.path.dirname(path), FOLDER_MODE)
-            os.rename(part, path)
+            try:
+                os.rename(part, path)
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):  # another thread was first
+                    os.mkdir(os.path.dirname(path), FOLDER_MODE)
+                os.rename(part, path)
+        except (IsADirectoryError, NotADirectoryError) as error:
+            raise TierError(f"{path} cannot be written: {error.strerror}; remove what is there") from error
 
     def namespaces(self) -> list[bytes]:
         """The namespaces that have a folder. Raises OSError."""
@@ -92,12 +98,10 @@ class DiskHome:
             ]
 
     def names(self, namespace: bytes) -> list[ChunkName]:
-        """The chunks of which there are files in a namespace. Raises OSError."""
+        """The chunks of which there is something in a namespace, file or not. Raises OSError."""
         with os.scandir(os.path.join(self.folder, namespace.hex())) as entries:
             return [
-                ChunkName(namespace, bytes.fromhex(entry.name))
-                for entry in entries
-                if _HEX_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+                ChunkName(namespace, bytes.fromhex(entry.name)) for entry in entries if _HEX_NAME.fullmatch(entry.name)
             ]
 
     def drop_namespace(self, namespace: bytes) -> None:
