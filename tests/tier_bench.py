@@ -13,10 +13,10 @@ from doubles.memory_tier import MemoryTier
 from kvferry.cache import Chunk, ChunkIndex, SlabPool, Space
 from kvferry.cache.tiers import ChunkName, Tier
 from kvferry.cache.tiers.disk import DiskTier
-from kvferry.server.tier_fetches import Fetch
-from kvferry.server.tier_tasks import TierCompletion
-from kvferry.server.tier_threads import TierThreads
-from kvferry.server.tiering import LowerTiers
+from kvferry.server.tiers.fetches import Fetch
+from kvferry.server.tiers.lower_tiers import LowerTiers
+from kvferry.server.tiers.tasks import TierCompletion
+from kvferry.server.tiers.threads import TierThreads
 
 CHUNK = 4096
 SPACE = Space("t", b"s" * 32)

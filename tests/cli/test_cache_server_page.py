@@ -12,7 +12,7 @@ from kvferry.cache.misses import Miss
 from kvferry.cli.config_flags import show_default
 from kvferry.cli.config_sources import load_config
 from kvferry.config import ServerConfig, server_settings
-from kvferry.server.measures import MEASURES
+from kvferry.server.watch.measures import MEASURES
 
 FILE = Path(__file__).parents[2] / "docs" / "cache-server.md"
 PAGE = FILE.read_text(encoding="utf-8")

@@ -9,8 +9,8 @@ import pytest
 
 from kvferry.cuda.device import visible_uuids
 from kvferry.errors import ShareError
-from kvferry.server.device_cuda import CudaDevice
 from kvferry.server.memory import Memory
+from kvferry.server.work.device_cuda import CudaDevice
 from serving.process import Stage, Zygote, eventually
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]

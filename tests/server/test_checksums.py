@@ -10,7 +10,7 @@ import torch
 
 from kvferry.copy import ChunkMap, CopyPlan
 from kvferry.layout import KVLayout, Plane
-from kvferry.server.checksums import count_good, digests_of
+from kvferry.server.work.checksums import count_good, digests_of
 
 BLOCK = 64
 LAYOUT = KVLayout(

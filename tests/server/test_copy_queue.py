@@ -6,10 +6,10 @@ import time
 from typing import Any, cast
 
 from kvferry.ipc.events import Ticket
-from kvferry.server.copies import CopyQueue
-from kvferry.server.device import HostDevice
-from kvferry.server.opened import OpenedCache
-from kvferry.server.tasks import CopyDone, CopyTask, Direction
+from kvferry.server.work.copies import CopyQueue
+from kvferry.server.work.device import HostDevice
+from kvferry.server.work.opened import OpenedCache
+from kvferry.server.work.tasks import CopyDone, CopyTask, Direction
 
 
 class Events:

@@ -30,7 +30,7 @@ from kvferry.protocol.messages import (
     Welcome,
 )
 from kvferry.server import CacheServer, ServerConfig
-from kvferry.server.admission import MAX_STRANGERS
+from kvferry.server.net.admission import MAX_STRANGERS
 from serving.process import eventually
 from serving.raw import Raw
 from serving.tokens import NONCE, TOKENS, TokenServer, challenged, hello_of, token_server, welcomed

@@ -21,7 +21,7 @@ from kvferry.layout import KVLayout, Plane
 from kvferry.protocol.messages import Closed, Hello, Register, Welcome
 from kvferry.server import CacheServer, ServerConfig
 from kvferry.server.engines import EngineTable, Geometry
-from kvferry.server.patience import Patience
+from kvferry.server.net.patience import Patience
 from serving.engine_side import BLOCK_SIZE, CHUNK_BLOCKS, CHUNK_TOKENS, prompt
 from serving.process import Side, Stage, eventually
 from serving.raw import Raw

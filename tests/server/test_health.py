@@ -11,8 +11,8 @@ import pytest
 
 from doubles.memory_tier import MemoryTier
 from kvferry.errors import TierUnavailableError
-from kvferry.server.health import Health, Report
-from kvferry.server.pulse import Pulse
+from kvferry.server.watch.health import Health, Report
+from kvferry.server.watch.pulse import Pulse
 from serving.process import eventually
 from tier_bench import TierBench
 

@@ -16,8 +16,8 @@ from doubles.fake_cuda import installed
 from kvferry.client import CacheClient
 from kvferry.errors import KVFerryError, ShareError
 from kvferry.server import CacheServer, ServerConfig, assembly
-from kvferry.server.device import HostDevice
 from kvferry.server.limits import check_memory, what_limits_pinning
+from kvferry.server.work.device import HostDevice
 from serving.process import eventually
 
 NOWHERE = Path("/nowhere")  # where no other limits are found

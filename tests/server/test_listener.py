@@ -18,9 +18,9 @@ from kvferry.config import ServerConfig
 from kvferry.errors import ServerGoneError, ShareError
 from kvferry.protocol.address import UnixAddress
 from kvferry.server import CacheServer
-from kvferry.server import listener as listener_module
 from kvferry.server.limits import check_memory
-from kvferry.server.listener import UnixListener
+from kvferry.server.net import listener as listener_module
+from kvferry.server.net.listener import UnixListener
 
 
 def stale(path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import ServerGoneError
 from kvferry.server import CacheServer, ServerConfig
-from kvferry.server.loop import Loop
+from kvferry.server.net.loop import Loop
 
 
 def test_what_is_posted_to_a_closed_loop_goes_into_no_file(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.client import CacheClient
 from kvferry.errors import ShareError
 from kvferry.server import CacheServer, ServerConfig
-from kvferry.server import metrics as metrics_module
-from kvferry.server import snapshots as snapshots_module
-from kvferry.server.measures import MEASURES
-from kvferry.server.prometheus import metrics_of, samples_of
-from kvferry.server.snapshots import Question
+from kvferry.server.watch import metrics as metrics_module
+from kvferry.server.watch import snapshots as snapshots_module
+from kvferry.server.watch.measures import MEASURES
+from kvferry.server.watch.prometheus import metrics_of, samples_of
+from kvferry.server.watch.snapshots import Question
 from serving.process import eventually
 
 
@@ -88,7 +88,7 @@ def test_every_value_of_a_server_with_all_tiers_is_described(tmp_path: Path) -> 
         samples = list(samples_of(server.snapshot().values))
         scraped = scrape(server)
     unknown = {sample.name for sample in samples} - set(MEASURES)
-    assert not unknown, "describe these in kvferry/server/measures.py"
+    assert not unknown, "describe these in kvferry/server/watch/measures.py"
     for tier in ("disk", "remote"):
         assert scraped["kvferry_tier_chunks_written_total", (("tier", tier),)] == 0
 

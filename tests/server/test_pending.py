@@ -6,7 +6,7 @@ from kvferry.cache import Space
 from kvferry.protocol.messages import Lookup
 from kvferry.server.pending import MAX_KEY_BYTES, MAX_PENDING, PendingLookup, PendingLookups
 from kvferry.server.session import Greeting, Session
-from kvferry.server.tier_fetches import Fetch
+from kvferry.server.tiers.fetches import Fetch
 
 
 class Bench:

@@ -8,8 +8,8 @@ import torch
 from kvferry.errors import WireError
 from kvferry.ipc.wire import encode_descriptors, fd_slots
 from kvferry.protocol.messages import NONCE_BYTES
-from kvferry.server.opened import OpenedCache
-from kvferry.server.tasks import OpenTask
+from kvferry.server.work.opened import OpenedCache
+from kvferry.server.work.tasks import OpenTask
 from serving.storages import storages_of
 
 SHAPE = (2, 8, 16, 2, 8)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from kvferry.server.pulse import Pulse
+from kvferry.server.watch.pulse import Pulse
 
 
 def test_a_thread_that_beats_is_not_stalled() -> None:

@@ -29,9 +29,9 @@ from kvferry.protocol.messages import (
     Store,
     Welcome,
 )
-from kvferry.server.admission import Admission
 from kvferry.server.key_run import KeyRun
-from kvferry.server.peer import credentials, open_pidfd
+from kvferry.server.net.admission import Admission
+from kvferry.server.net.peer import credentials, open_pidfd
 from serving.engine_side import CHUNK_TOKENS
 from serving.process import Stage, Zygote, eventually
 from serving.raw import Raw

@@ -16,7 +16,7 @@ import pytest
 
 from kvferry.errors import ShareError
 from kvferry.server import CacheServer, ServerConfig
-from kvferry.server.listener import UnixListener, group_id_of
+from kvferry.server.net.listener import UnixListener, group_id_of
 
 GROUP, STRANGER = 54_321, 65_534
 

@@ -14,10 +14,10 @@ from kvferry.errors import DeadlineError, KVFerryError, RequestError
 from kvferry.ipc import allocate_shared, process_table
 from kvferry.server import CacheServer, ServerConfig, assembly
 from kvferry.server import server as server_module
-from kvferry.server import unmapping as unmapping_module
-from kvferry.server.device import HostDevice
 from kvferry.server.memory import Memory
-from kvferry.server.tiering import LowerTiers
+from kvferry.server.tiers.lower_tiers import LowerTiers
+from kvferry.server.work import unmapping as unmapping_module
+from kvferry.server.work.device import HostDevice
 from serving.engine_side import CHUNK_TOKENS
 from serving.process import Stage, Zygote, eventually
 

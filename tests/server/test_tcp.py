@@ -20,7 +20,7 @@ from kvferry.layout import KVLayout, Plane
 from kvferry.protocol.address import TcpAddress
 from kvferry.protocol.messages import Error, FdBatch, Ping, Pong, Register
 from kvferry.server import CacheServer
-from kvferry.server.listener import TcpListener
+from kvferry.server.net.listener import TcpListener
 from serving.engine_side import CHUNK_TOKENS
 from serving.process import SideError, Zygote, eventually
 from serving.tcp import TcpStage, tcp_stage

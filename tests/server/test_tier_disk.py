@@ -8,7 +8,7 @@ import pytest
 
 from doubles.memory_tier import MemoryTier
 from kvferry.errors import TierUnavailableError
-from kvferry.server.tier_disk import file_bytes
+from kvferry.server.tiers.disk import file_bytes
 from tier_bench import CHUNK, SPACE, TierBench, keys, name
 
 Make = Callable[..., TierBench]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from doubles.memory_tier import MemoryTier
-from kvferry.server import CacheServer, ServerConfig, tier_setup
+from kvferry.server import CacheServer, ServerConfig
+from kvferry.server.tiers import setup as tier_setup
 from serving.process import eventually
 from tier_bench import SPACE, keys
 

@@ -10,7 +10,7 @@ import pytest
 from doubles.memory_tier import MemoryTier
 from kvferry.cache import Space
 from kvferry.errors import TierUnavailableError
-from kvferry.server import tier_fetches
+from kvferry.server.tiers import fetches as tier_fetches
 from tier_bench import CHUNK, SPACE, TierBench, keys, name
 
 Make = Callable[..., TierBench]

@@ -11,7 +11,7 @@ import pytest
 from doubles.memory_tier import MemoryTier
 from kvferry.cache.tiers.disk import DiskTier
 from kvferry.errors import TierError, TierFullError, TierUnavailableError
-from kvferry.server.tier_disk import file_bytes
+from kvferry.server.tiers.disk import file_bytes
 from tier_bench import CHUNK, SPACE, TierBench, keys, name
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from doubles.memory_tier import MemoryTier
 from kvferry.errors import TierUnavailableError
-from kvferry.server.rounds import Budget
-from kvferry.server.tier_disk import file_bytes
+from kvferry.server.net.rounds import Budget
+from kvferry.server.tiers.disk import file_bytes
 from tier_bench import CHUNK, TierBench, name
 
 LETTERS = "abcdefgh"

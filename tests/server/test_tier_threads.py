@@ -18,7 +18,7 @@ from kvferry.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvferry.server.tier_tasks import (
+from kvferry.server.tiers.tasks import (
     DeleteChunks,
     DeleteNamespace,
     FindChunks,
@@ -31,7 +31,7 @@ from kvferry.server.tier_tasks import (
     TierScanned,
     WriteChunk,
 )
-from kvferry.server.tier_threads import TierThreads
+from kvferry.server.tiers.threads import TierThreads
 
 SPACE = b"n" * 32
 SIZE = 5000

@@ -9,7 +9,7 @@ import pytest
 from doubles.memory_tier import MemoryTier
 from kvferry.cache.tiers import ChunkName
 from kvferry.errors import TierError, TierUnavailableError
-from kvferry.server.tier_disk import file_bytes
+from kvferry.server.tiers.disk import file_bytes
 from tier_bench import CHUNK, SPACE, TierBench, bytes_of, keys, name
 
 Make = Callable[..., TierBench]

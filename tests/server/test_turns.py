@@ -10,9 +10,9 @@ import pytest
 
 from kvferry.protocol.framing import Frame, encode_frame
 from kvferry.protocol.messages import Hello, Message, Ping, Request
-from kvferry.server import connection as connection_module
-from kvferry.server.connection import Connection
-from kvferry.server.loop import Loop
+from kvferry.server.net import connection as connection_module
+from kvferry.server.net.connection import Connection
+from kvferry.server.net.loop import Loop
 from serving.process import Stage
 from serving.raw import Raw
 

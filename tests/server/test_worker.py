@@ -17,12 +17,12 @@ from kvferry.client.storages import Storages
 from kvferry.copy import HostCopier
 from kvferry.errors import CudaError, RequestError, UnknownDeviceError
 from kvferry.ipc.wire import encode_descriptors, fd_slots
-from kvferry.server.copies import CopyQueue
-from kvferry.server.device import HostDevice
-from kvferry.server.loop import READ, Loop
 from kvferry.server.memory import GUARD_BYTES, Memory
-from kvferry.server.opened import OpenedCache
-from kvferry.server.tasks import (
+from kvferry.server.net.loop import READ, Loop
+from kvferry.server.work.copies import CopyQueue
+from kvferry.server.work.device import HostDevice
+from kvferry.server.work.opened import OpenedCache
+from kvferry.server.work.tasks import (
     CacheClosed,
     CacheOpened,
     CloseTask,
@@ -37,8 +37,8 @@ from kvferry.server.tasks import (
     PrepareTask,
     WorkerFailed,
 )
-from kvferry.server.worker import DeviceWorker
-from kvferry.server.workers import Workers
+from kvferry.server.work.worker import DeviceWorker
+from kvferry.server.work.workers import Workers
 from serving.storages import storages_of
 
 BLOCKS_A_CHUNK = 4

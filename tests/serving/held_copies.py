@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from kvferry.copy import HostCopier
-from kvferry.server.device import HostDevice
+from kvferry.server.work.device import HostDevice
 
 _LONGEST_S = 30.0
 

@@ -11,7 +11,7 @@ from doubles.fake_cuda import FakeDriver
 from kvferry.cuda.driver import set_driver_for_testing
 from kvferry.ipc import process_table
 from kvferry.server import CacheServer, ServerConfig
-from kvferry.server.patience import Patience
+from kvferry.server.net.patience import Patience
 from serving.held_copies import HeldCopies
 from serving.held_files import HeldFiles
 from serving.meddling import Meddler

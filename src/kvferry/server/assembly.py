@@ -17,23 +17,23 @@ from kvferry.errors import DeadlineError, ServerGoneError
 from kvferry.ipc.table import process_table
 from kvferry.protocol.address import Address
 from kvferry.protocol.auth import read_tokens
-from kvferry.server.acceptor import Acceptor
-from kvferry.server.admission import Admission
-from kvferry.server.devices import choose_devices
-from kvferry.server.health import Health
 from kvferry.server.limits import check_memory
-from kvferry.server.listener import group_id_of, make_listeners
-from kvferry.server.loop import Loop
 from kvferry.server.memory import Memory
-from kvferry.server.metrics import MetricsServer
-from kvferry.server.patience import Patience
+from kvferry.server.net.acceptor import Acceptor
+from kvferry.server.net.admission import Admission
+from kvferry.server.net.listener import group_id_of, make_listeners
+from kvferry.server.net.loop import Loop
+from kvferry.server.net.patience import Patience
 from kvferry.server.sessions import Sessions
-from kvferry.server.snapshots import Question, Snapshot, Snapshots
 from kvferry.server.state import State
-from kvferry.server.tasks import CacheClosed, CacheOpened, CopyDone, FdsTaken, MemoryReady, PrepareTask
-from kvferry.server.tier_setup import make_tiers
-from kvferry.server.tiering import LowerTiers
-from kvferry.server.workers import Workers
+from kvferry.server.tiers.lower_tiers import LowerTiers
+from kvferry.server.tiers.setup import make_tiers
+from kvferry.server.watch.health import Health
+from kvferry.server.watch.metrics import MetricsServer
+from kvferry.server.watch.snapshots import Question, Snapshot, Snapshots
+from kvferry.server.work.devices import choose_devices
+from kvferry.server.work.tasks import CacheClosed, CacheOpened, CopyDone, FdsTaken, MemoryReady, PrepareTask
+from kvferry.server.work.workers import Workers
 
 _LOG = logging.getLogger(__name__)
 

@@ -28,12 +28,12 @@ from kvferry.protocol.messages import (
     Unregister,
 )
 from kvferry.server.failures import failure_of
-from kvferry.server.greeter import Greeter
 from kvferry.server.jobs import Jobs
 from kvferry.server.lookups import Lookups
+from kvferry.server.net.greeter import Greeter
 from kvferry.server.registrar import Registrar
 from kvferry.server.session import Session
-from kvferry.server.tasks import Failure
+from kvferry.server.work.tasks import Failure
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from kvferry.errors import (
     UnknownDeviceError,
     WireError,
 )
-from kvferry.server.tasks import Failure
+from kvferry.server.work.tasks import Failure
 
 # The first that fits counts, so a class comes before its base.
 _CODES: tuple[tuple[type[Exception], str], ...] = (

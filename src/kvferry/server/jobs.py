@@ -13,7 +13,7 @@ from kvferry.protocol.messages import BLOCK_ID_BYTES, Cancel, Error, Message, Re
 from kvferry.server.key_run import KeyRun
 from kvferry.server.session import CacheState, RankCache, Session
 from kvferry.server.state import State
-from kvferry.server.tasks import CopyDone, CopyTask, Direction, Failure
+from kvferry.server.work.tasks import CopyDone, CopyTask, Direction, Failure
 
 _LOG = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from kvferry.server.key_run import KeyRun
 from kvferry.server.pending import PendingLookup, PendingLookups
 from kvferry.server.session import Session
 from kvferry.server.state import State
-from kvferry.server.tier_fetches import Fetch
+from kvferry.server.tiers.fetches import Fetch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvferry.protocol.messages import Lookup
 from kvferry.server.session import Session
-from kvferry.server.tier_fetches import Fetch
-from kvferry.server.tier_room import WaitingRoom
+from kvferry.server.tiers.fetches import Fetch
+from kvferry.server.tiers.room import WaitingRoom
 
 MAX_PENDING = 1024  # of one session
 MAX_KEY_BYTES = 64 << 20  # of all that wait

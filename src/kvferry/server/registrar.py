@@ -24,7 +24,7 @@ from kvferry.server.engines import Engine
 from kvferry.server.session import CacheState, RankCache, Session
 from kvferry.server.session_log import SessionLog
 from kvferry.server.state import State
-from kvferry.server.tasks import CacheClosed, CacheOpened, CloseTask, FdsTaken, FdsTask, OpenTask
+from kvferry.server.work.tasks import CacheClosed, CacheOpened, CloseTask, FdsTaken, FdsTask, OpenTask
 
 _LOG = logging.getLogger(__name__)
 

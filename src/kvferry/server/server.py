@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from kvferry.config import ServerConfig
 from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.server.assembly import Parts, assemble
-from kvferry.server.loop import Loop
-from kvferry.server.patience import Patience
-from kvferry.server.rounds import TICK_S
-from kvferry.server.snapshots import Snapshot
-from kvferry.server.tasks import WorkerFailed
+from kvferry.server.net.loop import Loop
+from kvferry.server.net.patience import Patience
+from kvferry.server.net.rounds import TICK_S
+from kvferry.server.watch.snapshots import Snapshot
+from kvferry.server.work.tasks import WorkerFailed
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from kvferry.protocol.auth import Token
 from kvferry.protocol.messages import Hello, Message
-from kvferry.server.connection import Connection
 from kvferry.server.engines import Engine, Rank
-from kvferry.server.worker import DeviceWorker
+from kvferry.server.net.connection import Connection
+from kvferry.server.work.worker import DeviceWorker
 
 
 class CacheState(enum.Enum):

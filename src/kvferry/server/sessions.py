@@ -14,20 +14,20 @@ from kvferry.protocol.auth import Token
 from kvferry.protocol.framing import encode_frame
 from kvferry.protocol.messages import NO_SEQ, Closed, Error, Stats, StatsReply
 from kvferry.protocol.tcp import tune
-from kvferry.server.admission import MAX_STRANGERS, Admission
-from kvferry.server.connection import Connection
 from kvferry.server.dispatch import Dispatcher, make_handlers
 from kvferry.server.failures import failure_of
-from kvferry.server.greeter import Greeter
 from kvferry.server.jobs import Jobs
 from kvferry.server.lookups import Lookups
-from kvferry.server.loop import READ, Loop
-from kvferry.server.patience import Patience
+from kvferry.server.net.admission import MAX_STRANGERS, Admission
+from kvferry.server.net.connection import Connection
+from kvferry.server.net.greeter import Greeter
+from kvferry.server.net.loop import READ, Loop
+from kvferry.server.net.patience import Patience
 from kvferry.server.registrar import Registrar
 from kvferry.server.session import Greeting, Session
 from kvferry.server.session_log import SessionLog
 from kvferry.server.state import State
-from kvferry.server.tasks import Failure
+from kvferry.server.work.tasks import Failure
 
 _LOG = logging.getLogger(__name__)
 

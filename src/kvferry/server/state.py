@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from kvferry.cache import ChunkIndex, LeaseTable, MissLog, SlabPool
 from kvferry.server.engines import EngineTable
 from kvferry.server.refusals import Refusals
-from kvferry.server.tiering import LowerTiers
-from kvferry.server.workers import Workers
+from kvferry.server.tiers.lower_tiers import LowerTiers
+from kvferry.server.work.workers import Workers
 
 
 @dataclass(slots=True)

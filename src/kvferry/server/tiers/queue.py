@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 
 from kvferry.cache import Chunk
 from kvferry.cache.tiers import ChunkMeta, ChunkName
-from kvferry.server.rounds import Budget
-from kvferry.server.tier_tasks import (
+from kvferry.server.net.rounds import Budget
+from kvferry.server.tiers.tasks import (
     AnsweredTask,
     DeleteChunks,
     DeleteNamespace,
@@ -25,7 +25,7 @@ from kvferry.server.tier_tasks import (
     TierTask,
     WriteChunk,
 )
-from kvferry.server.tier_threads import TierThreads
+from kvferry.server.tiers.threads import TierThreads
 
 _LOG = logging.getLogger(__name__)
 

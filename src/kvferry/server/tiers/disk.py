@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from kvferry.cache import Chunk, ChunkIndex, ChunkState, Reservation, Space
 from kvferry.cache.tiers import ChunkName
 from kvferry.cache.tiers.disk import StoredChunk
-from kvferry.server.rounds import Budget
-from kvferry.server.tier_clears import Files, OnGone, Undeleted
-from kvferry.server.tier_files import FilePool, Search, file_bytes
-from kvferry.server.tier_queue import TierQueue, name_of
-from kvferry.server.tier_tasks import Outcome, TierDone, TierScanned
+from kvferry.server.net.rounds import Budget
+from kvferry.server.tiers.clears import Files, OnGone, Undeleted
+from kvferry.server.tiers.files import FilePool, Search, file_bytes
+from kvferry.server.tiers.queue import TierQueue, name_of
+from kvferry.server.tiers.tasks import Outcome, TierDone, TierScanned
 
 __all__ = ["DiskSide", "file_bytes"]
 

@@ -10,9 +10,9 @@ from kvferry.cache import ChunkIndex, Pool
 from kvferry.cache.tiers.disk import DiskTier
 from kvferry.cache.tiers.remote import RemoteTier
 from kvferry.config import ServerConfig
-from kvferry.server.tier_tasks import TierCompletion
-from kvferry.server.tier_threads import TierThreads
-from kvferry.server.tiering import LowerTiers
+from kvferry.server.tiers.lower_tiers import LowerTiers
+from kvferry.server.tiers.tasks import TierCompletion
+from kvferry.server.tiers.threads import TierThreads
 
 if TYPE_CHECKING:
     from kvferry.cache.tiers import Tier

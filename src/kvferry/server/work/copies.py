@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from kvferry.copy import CopyPlan
 from kvferry.errors import ChunkCorruptError, CopyCancelled, KVFerryError
 from kvferry.protocol.messages import BLOCK_ID_BYTES
-from kvferry.server.checksums import count_good, digests_of
-from kvferry.server.device import Device
 from kvferry.server.failures import failure_of
-from kvferry.server.opened import OpenedCache
-from kvferry.server.tasks import CopyDone, CopyTask, Direction, Failure
+from kvferry.server.work.checksums import count_good, digests_of
+from kvferry.server.work.device import Device
+from kvferry.server.work.opened import OpenedCache
+from kvferry.server.work.tasks import CopyDone, CopyTask, Direction, Failure
 
 _FIRST_POLL_S = 0.0001
 _LAST_POLL_S = 0.002

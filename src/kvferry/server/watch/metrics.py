@@ -22,8 +22,8 @@ from prometheus_client.registry import Collector
 
 from kvferry import __version__
 from kvferry.errors import ShareError
-from kvferry.server.prometheus import PREFIX, metrics_of
-from kvferry.server.snapshots import Snapshot
+from kvferry.server.watch.prometheus import PREFIX, metrics_of
+from kvferry.server.watch.snapshots import Snapshot
 from kvferry.settings import split_host_port
 
 _LOG = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvferry.errors import DeadlineError, KVFerryError
-from kvferry.server.copies import CopyQueue
-from kvferry.server.device import Device
 from kvferry.server.failures import failure_of
-from kvferry.server.opened import OpenedCache
-from kvferry.server.pulse import Pulse
-from kvferry.server.tasks import (
+from kvferry.server.watch.pulse import Pulse
+from kvferry.server.work.copies import CopyQueue
+from kvferry.server.work.device import Device
+from kvferry.server.work.opened import OpenedCache
+from kvferry.server.work.tasks import (
     CacheOpened,
     CloseTask,
     Completion,
@@ -33,7 +33,7 @@ from kvferry.server.tasks import (
     Task,
     WorkerFailed,
 )
-from kvferry.server.unmapping import Unmappings
+from kvferry.server.work.unmapping import Unmappings
 
 _LOG = logging.getLogger(__name__)
 

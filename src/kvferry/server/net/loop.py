@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from kvferry.errors import ServerGoneError
-from kvferry.server.pulse import Pulse
+from kvferry.server.watch.pulse import Pulse
 
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE

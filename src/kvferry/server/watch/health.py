@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from kvferry.server.pulse import Watched
+from kvferry.server.watch.pulse import Watched
 
 _LOG = logging.getLogger(__name__)
 

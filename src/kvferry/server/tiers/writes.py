@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvferry.cache import Chunk, ChunkIndex, ChunkState, Pool
-from kvferry.server.rounds import ITEM_S, Budget
-from kvferry.server.tier_disk import DiskSide
-from kvferry.server.tier_queue import name_of
-from kvferry.server.tier_remote import RemoteSide
-from kvferry.server.tier_tasks import Outcome, TierDone
+from kvferry.server.net.rounds import ITEM_S, Budget
+from kvferry.server.tiers.disk import DiskSide
+from kvferry.server.tiers.queue import name_of
+from kvferry.server.tiers.remote import RemoteSide
+from kvferry.server.tiers.tasks import Outcome, TierDone
 
 _MAX_TRIES = 3
 # Write-back begins when less than this share of the memory is free, or clean and so as good as free.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kvferry.errors import ProtocolError
 from kvferry.protocol.framing import MAX_FRAME_BYTES, MAX_GREETING_BYTES, Frame, encode_frame, receive, request_reader
 from kvferry.protocol.messages import Message, Request
-from kvferry.server.loop import READ, WRITE, Loop
+from kvferry.server.net.loop import READ, WRITE, Loop
 
 _LOG = logging.getLogger(__name__)
 

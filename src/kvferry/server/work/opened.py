@@ -14,7 +14,7 @@ from kvferry.errors import KVFerryError, LayoutError, WireError
 from kvferry.ipc.events import PeerEvents, open_events
 from kvferry.ipc.wire import decode_descriptors, fd_slots
 from kvferry.protocol.messages import NONCE_BYTES
-from kvferry.server.tasks import CopyTask, OpenTask
+from kvferry.server.work.tasks import CopyTask, OpenTask
 
 
 class OpenedCache:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from kvferry.cache import Pool
 from kvferry.cache.tiers import ChunkName
-from kvferry.server.tier_clears import Ending, OnGone, Undeleted
-from kvferry.server.tier_queue import TierQueue
-from kvferry.server.tier_tasks import Outcome, TierDone
+from kvferry.server.tiers.clears import Ending, OnGone, Undeleted
+from kvferry.server.tiers.queue import TierQueue
+from kvferry.server.tiers.tasks import Outcome, TierDone
 
 _MISS_S = 5.0
 _MAX_MISSES = 1 << 14

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvferry.cache import BytePool, Space
 from kvferry.cache.tiers import ChunkName
 from kvferry.cache.tiers.format import HEADER_BYTES
-from kvferry.server.tier_clears import OnGone
+from kvferry.server.tiers.clears import OnGone
 
 _BLOCK_BYTES = 4096  # file systems give whole ones
 

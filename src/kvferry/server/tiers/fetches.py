@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from kvferry.cache import Chunk, ChunkIndex, Miss, Pool, Space, slot_bytes
 from kvferry.cache.tiers import ChunkName
 from kvferry.protocol.messages import KEY_BYTES
-from kvferry.server.tier_disk import DiskSide
-from kvferry.server.tier_queue import TierQueue, name_of
-from kvferry.server.tier_remote import RemoteSide
-from kvferry.server.tier_room import WaitingRoom
-from kvferry.server.tier_tasks import Outcome, TierDone
-from kvferry.server.tier_writes import Writes
+from kvferry.server.tiers.disk import DiskSide
+from kvferry.server.tiers.queue import TierQueue, name_of
+from kvferry.server.tiers.remote import RemoteSide
+from kvferry.server.tiers.room import WaitingRoom
+from kvferry.server.tiers.tasks import Outcome, TierDone
+from kvferry.server.tiers.writes import Writes
 
 MAX_FETCHES = 1024
 MAX_KEY_BYTES = 64 << 20  # of all chains that are being loaded

@@ -9,16 +9,16 @@ from typing import Any
 
 from kvferry.cache import Chunk, ChunkIndex, Pool, Space
 from kvferry.errors import DeadlineError
-from kvferry.server.pulse import Watched
-from kvferry.server.rounds import ITEM_S, TICK_S, Budget
-from kvferry.server.tier_clears import Ending, OnGone
-from kvferry.server.tier_disk import DiskSide
-from kvferry.server.tier_fetches import Fetch, Fetches
-from kvferry.server.tier_queue import TierQueue
-from kvferry.server.tier_remote import RemoteSide
-from kvferry.server.tier_tasks import TierDone, TierScanned
-from kvferry.server.tier_threads import TierThreads
-from kvferry.server.tier_writes import Writes
+from kvferry.server.net.rounds import ITEM_S, TICK_S, Budget
+from kvferry.server.tiers.clears import Ending, OnGone
+from kvferry.server.tiers.disk import DiskSide
+from kvferry.server.tiers.fetches import Fetch, Fetches
+from kvferry.server.tiers.queue import TierQueue
+from kvferry.server.tiers.remote import RemoteSide
+from kvferry.server.tiers.tasks import TierDone, TierScanned
+from kvferry.server.tiers.threads import TierThreads
+from kvferry.server.tiers.writes import Writes
+from kvferry.server.watch.pulse import Watched
 
 _LOG = logging.getLogger(__name__)
 

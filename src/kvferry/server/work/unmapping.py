@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from kvferry.errors import DeadlineError
 from kvferry.ipc.table import process_table
-from kvferry.server.opened import OpenedCache
-from kvferry.server.tasks import CacheClosed, Failure
+from kvferry.server.work.opened import OpenedCache
+from kvferry.server.work.tasks import CacheClosed, Failure
 
 _LOG = logging.getLogger(__name__)
 

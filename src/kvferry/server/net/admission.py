@@ -6,7 +6,7 @@ import socket
 from collections.abc import Collection
 
 from kvferry.errors import RequestError
-from kvferry.server.peer import credentials, groups_of, open_pidfd
+from kvferry.server.net.peer import credentials, groups_of, open_pidfd
 
 MAX_STRANGERS = 64  # connections over TCP that have not shown a token yet
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from kvferry.errors import DeadlineError, RequestError
-from kvferry.server.device import Device
-from kvferry.server.pulse import Pulse
-from kvferry.server.tasks import Completion
-from kvferry.server.worker import DeviceWorker
+from kvferry.server.watch.pulse import Pulse
+from kvferry.server.work.device import Device
+from kvferry.server.work.tasks import Completion
+from kvferry.server.work.worker import DeviceWorker
 
 HOST = ""  # the host's "UUID"
 

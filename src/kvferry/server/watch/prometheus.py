@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
 
-from kvferry.server.measures import MEASURES, Measure
+from kvferry.server.watch.measures import MEASURES, Measure
 
 PREFIX = "kvferry_"
 

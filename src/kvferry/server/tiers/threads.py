@@ -20,8 +20,7 @@ from kvferry.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvferry.server.pulse import Pulse
-from kvferry.server.tier_tasks import (
+from kvferry.server.tiers.tasks import (
     AnsweredTask,
     DeleteChunks,
     DeleteNamespace,
@@ -36,6 +35,7 @@ from kvferry.server.tier_tasks import (
     TierTask,
     WriteChunk,
 )
+from kvferry.server.watch.pulse import Pulse
 
 _LOG = logging.getLogger(__name__)
 

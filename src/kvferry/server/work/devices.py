@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from kvferry.cuda.device import visible_uuids
 from kvferry.cuda.driver import driver, load_driver
-from kvferry.server.device import HostDevice
-from kvferry.server.device_cuda import CudaDevice
-from kvferry.server.workers import HOST, MakeDevice
+from kvferry.server.work.device import HostDevice
+from kvferry.server.work.device_cuda import CudaDevice
+from kvferry.server.work.workers import HOST, MakeDevice
 
 
 @dataclass(frozen=True, slots=True)

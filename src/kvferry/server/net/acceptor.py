@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvferry.server.loop import READ, Loop
+from kvferry.server.net.loop import READ, Loop
 
 _LOG = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.errors import ServerGoneError
-from kvferry.server.health import Report
-from kvferry.server.pulse import Pulse
+from kvferry.server.watch.health import Report
+from kvferry.server.watch.pulse import Pulse
 
 _ANSWER_S = 1.0
 

@@ -1,0 +1,1 @@
+"""One worker thread a device: it maps engines' memory there, and copies. What it is asked, and what it answers."""
