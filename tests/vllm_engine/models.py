@@ -22,6 +22,7 @@ from transformers import (
 )
 
 VOCAB = 512
+ENGLISH = "the ferry leaves at nine and ten eleven unless wind is from north When does it leave stay"
 
 
 def llama(folder: Path, seed: int = 7, **fields: int) -> Path:
