@@ -32,13 +32,16 @@ class RequestState:
     stores_allowed: bool = True
     ask_again_s: float = 0.0
     give_up_s: float | None = None
+    _prompt: array[int] = field(default_factory=lambda: array("i"))
 
     def tokens(self, count: int) -> array[int]:
         """The first `count` token ids, all of them known ones."""
-        found = array("i", self.request.prompt_token_ids[:count])
-        if count > len(found):
-            found.extend(self.request.output_token_ids[: count - len(found)])
-        return found
+        prompt = self.request.prompt_token_ids
+        if len(self._prompt) != len(prompt):  # vLLM asks many times, and a session's prompt may grow
+            self._prompt = array("i", prompt)
+        if count <= len(prompt):
+            return self._prompt[:count]
+        return self._prompt + array("i", self.request.output_token_ids[: count - len(prompt)])
 
     def committed_tokens(self, computed_tokens: int, *, generated: bool) -> int:
         """How many tokens have final KV once `computed_tokens` are computed.
