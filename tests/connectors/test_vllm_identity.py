@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kvferry.connectors.vllm.identity import lora_name, model_name
-from kvferry.connectors.vllm.weights import files_digest, local_folder, weights_name
+from kvferry.connectors.vllm.keys import NotExpressible
+from kvferry.connectors.vllm.weights import files_digest, weights_name
 
 
 def checkpoint(folder: Path, fill: bytes = b"w", size: int = 200_000) -> Path:
@@ -37,6 +38,7 @@ def config(model: str, **changes: Any) -> Any:
         cache_config=SimpleNamespace(cache_dtype=fields.get("cache_dtype", "auto")),
         load_config=SimpleNamespace(load_format=fields.get("load_format", "auto")),
         speculative_config=None,
+        kv_transfer_config=SimpleNamespace(engine_id=fields.get("engine_id", "e")),
     )
 
 
@@ -114,9 +116,26 @@ def test_a_users_own_name_stands_for_the_weights(tmp_path: Path) -> None:
     assert name(config(str(here)), model_id="mine") == name(config(str(there)), model_id="mine")
 
 
-def test_without_files_the_path_and_revision_count() -> None:
-    assert local_folder("s3://bucket/model", "") is None
-    assert weights_name("s3://bucket/model", "r1", None) != weights_name("s3://bucket/model", "r2", None)
+def test_weights_that_nothing_names_are_shared_with_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """What lies in a bucket may be other weights tomorrow."""
+    one, other = (config("s3://bucket/model", engine_id=engine) for engine in "ab")
+    assert name(one) == name(config("s3://bucket/model", engine_id="a"))  # all ranks of an engine
+    assert name(one) != name(other)
+    assert name(one, model_id="mine") == name(other, model_id="mine")
+    assert "set model_id" in caplog.text
+
+
+def test_a_commit_names_its_content() -> None:
+    assert weights_name("org/model", "0" * 40) == "commit:org/model@" + "0" * 40
+    assert weights_name("org/model", "main") is None
+
+
+def test_one_file_is_named_by_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"1" * 1000)
+    before = weights_name(str(file), "")
+    file.write_bytes(b"2" * 1000)
+    assert weights_name(str(file), "") not in (before, None)
 
 
 def test_an_adapter_is_named_by_its_weights(tmp_path: Path) -> None:
@@ -129,3 +148,5 @@ def test_an_adapter_is_named_by_its_weights(tmp_path: Path) -> None:
     assert lora_name(2, "a", str(folder), "") == before
     weights.write_bytes(b"2" * 100)
     assert lora_name(3, "a", str(folder), "") != before
+    with pytest.raises(NotExpressible):
+        lora_name(4, "a", "s3://bucket/lora", "")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from typing import Any
 
-from kvferry.connectors.vllm.weights import local_folder, weights_name
+from kvferry.connectors.vllm.keys import NotExpressible
+from kvferry.connectors.vllm.weights import weights_name
 
 # Fields of a model's configuration that differ between copies and releases, and mean nothing for KV.
 _NOT_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "name_or_path"})
 # RoPE variants whose angles depend on the longest sequence that the engine is set up for.
 _LENGTH_DEPENDENT = ("longrope", "dynamic", '"su"')
+_LOG = logging.getLogger("vllm.kvferry")
 
 
 def model_name(vllm_config: Any, *, model_id: str, engine: str) -> str:
@@ -40,18 +43,32 @@ def model_name(vllm_config: Any, *, model_id: str, engine: str) -> str:
 def lora_name(number: int, name: str, path: str, base: str) -> str:
     """What an adapter's weights are; its name alone may come to mean another adapter.
 
-    `number` is vLLM's, which is another after the adapter was loaded anew; it is not part of the name.
+    `number` is vLLM's, which is another after the adapter was loaded anew; it is not part of the name. Raises
+    NotExpressible where nothing here says what they are.
     """
-    return f"{name}/{base}/{weights_name(path, '', local_folder(path, ''))}"
+    weights = weights_name(path, "")
+    if weights is None:
+        raise NotExpressible("a LoRA adapter whose files are not found on this host")
+    return f"{name}/{base}/{weights}"
 
 
 def _weights(vllm_config: Any) -> str:
     model = vllm_config.model_config
-    load_format = str(vllm_config.load_config.load_format)
-    if load_format.endswith("dummy"):
+    if str(vllm_config.load_config.load_format).endswith("dummy"):
         return f"dummy:{model.model}@{model.seed}"
-    revision = model.revision or ""
-    return weights_name(model.model, revision, local_folder(model.model, revision))
+    return _known(weights_name(model.model, model.revision or ""), model.model, vllm_config)
+
+
+def _known(name: str | None, model: str, vllm_config: Any) -> str:
+    """The name; where there is none, one that no other engine has."""
+    if name is not None:
+        return name
+    _LOG.warning(
+        "nothing on this host says what the weights of %s are, so this engine shares KV with no other. If they never "
+        "change under that name, set model_id in kv_connector_extra_config.",
+        model,
+    )
+    return f"of engine:{vllm_config.kv_transfer_config.engine_id}"
 
 
 def _config_text(model: Any) -> str:
@@ -65,6 +82,5 @@ def _draft(vllm_config: Any) -> str:
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None:
         return ""
-    revision = draft.revision or ""
-    weights = weights_name(draft.model, revision, local_folder(draft.model, revision))
-    return f"{getattr(speculative, 'method', '')}:{weights}"
+    weights = weights_name(draft.model, draft.revision or "")
+    return f"{getattr(speculative, 'method', '')}:{_known(weights, draft.model, vllm_config)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from kvferry.layout.keys import digest
@@ -11,36 +12,39 @@ from kvferry.layout.keys import digest
 _SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"})
 # Files of tokenizers and the like may differ between copies of one checkpoint, and say nothing about KV.
 _NO_WEIGHTS = ("tokenizer", "special_tokens", "generation_config", "preprocessor", "processor", "vocab", "merges")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAMPLES = 16
 _SAMPLE_BYTES = 4096
 
 
-def weights_name(model: str, revision: str, folder: Path | None) -> str:
-    """A name for the weights `model`: by the files in `folder` where there are some, else by path and revision."""
+def weights_name(model: str, revision: str) -> str | None:
+    """A name for the weights `model`; None where nothing here says what they are.
+
+    Reading all of a large model takes minutes. A file in the Hugging Face cache has its content's hash as its name, and
+    a full commit hash names its content, too. Any other file is named by size, time of change and samples, so a
+    checkpoint written anew under its old path has another name, and so has a copy with other times: KV is then not
+    shared, which a setting can change.
+    """
+    path = Path(model).expanduser()
+    if path.is_file():
+        return f"file:{_content(path).hex()}"
+    folder = path if path.is_dir() else _hub_folder(model, revision)
     found = None if folder is None else files_digest(folder)
-    return f"files:{found}" if found else f"unverified:{model}@{revision}"
+    if found is None:
+        return f"commit:{model}@{revision}" if _COMMIT.fullmatch(revision) else None
+    return f"files:{found}"
 
 
 def files_digest(folder: Path) -> str | None:
-    """What the weights and configurations in `folder` are, in hex; None where it has no weights.
-
-    Reading all of a large model takes minutes. A file in the Hugging Face cache has its content's hash as its name.
-    Any other is named by size, time of change and samples, so a checkpoint written anew under its old path has another
-    name, and so has a copy with other times: KV is then not shared, which a setting can change.
-    """
+    """What the weights and configurations in `folder` are, in hex; None where it has no weights."""
     files = sorted(path for path in folder.iterdir() if _counts(path))
     if all(path.suffix == ".json" for path in files):
         return None
     return digest([part for path in files for part in (path.name.encode(), _content(path))]).hex()
 
 
-def local_folder(model: str, revision: str) -> Path | None:
-    """Where the files of `model` lie on this host: a folder, or a snapshot in the Hugging Face cache."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():  # one GGUF file: its folder may hold other models
-        return None
+def _hub_folder(model: str, revision: str) -> Path | None:
+    """The snapshot of `model` in the Hugging Face cache of this host."""
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
