@@ -116,19 +116,23 @@ def test_unknown_tensors(shapes: list[tuple[int, ...]], text: str) -> None:
     ],
 )
 def test_refusals(settings: dict[str, Any], cache: Any, text: str) -> None:
-    found = refusal(config(**settings), cache)
+    found = refusal(config(**settings), cache, can_sleep=False)
     assert found is not None
     assert text in found
 
 
 def test_no_refusal() -> None:
-    assert refusal(config(), caches(Group(FullAttentionSpec()))) is None
+    assert refusal(config(), caches(Group(FullAttentionSpec())), can_sleep=False) is None
     both = UniformTypeKVCacheSpecs({"l.0": MLAAttentionSpec(), "l.1": MLAAttentionSpec()})
-    assert refusal(config(), caches(Group(both))) is None
+    assert refusal(config(), caches(Group(both)), can_sleep=False) is None
     assert set(layer_specs(Group(both))) == {"l.0", "l.1"}
+
+
+def test_sleep_mode_where_vllm_tells_of_it() -> None:
+    assert refusal(config(sleep=True), caches(Group(FullAttentionSpec())), can_sleep=True) is None
 
 
 def test_a_layer_that_sees_later_tokens_is_refused() -> None:
     spec = FullAttentionSpec()
     spec.non_causal = True  # type: ignore[attr-defined]
-    assert "later tokens" in (refusal(config(), caches(Group(spec))) or "")
+    assert "later tokens" in (refusal(config(), caches(Group(spec)), can_sleep=False) or "")

@@ -123,6 +123,21 @@ def test_without_a_registration_everything_fails_at_once(make: Make) -> None:
     worker.close()
 
 
+def test_while_asleep_everything_fails_and_jobs_end(client: Client, make: Make) -> None:
+    worker = make()
+    worker.start_loads(load())
+    worker.use(None)
+    assert client.closed
+    worker.start_stores(store())
+    client.jobs[0].end(ServerGoneError("this client was closed"))
+    assert told(worker) == ({"r"}, {11, 12, 13})
+    awake = Client()
+    worker.use(awake)  # type: ignore[arg-type]
+    worker.start_loads(load(3))
+    awake.jobs[0].end(Retrieved(1, 1))
+    assert told(worker) == ({"r"}, set())
+
+
 def test_a_load_that_vllm_changed_is_not_begun(client: Client, make: Make) -> None:
     worker = make()
     worker.start_loads(load(lease=0))

@@ -147,6 +147,17 @@ class EngineSide:
 
         worker.start_loads = freeze_first
 
+    def sleep(self) -> None:
+        """What vLLM 0.33 calls before it takes KV memory away."""
+        get_kv_transfer_group().unregister_kv_caches()
+
+    def wake(self) -> None:
+        """What it calls once the memory is there again; nothing of the old content is."""
+        connector = get_kv_transfer_group()
+        for cache in connector._kv_caches.values():
+            cache.zero_()
+        connector.restore_kv_caches()
+
     def load_time(self) -> dict[str, Any]:
         """The mean time of a load since the start."""
         return {"ms": self._counts["load_seconds"] / self._counts["loads"] * 1e3}

@@ -119,6 +119,22 @@ def test_two_ranks(stage: Stage, alone: Any, model: Path) -> None:
     assert (dead["tokens"], dead["cached"]) == (wanted, [0] * 3)
 
 
+@pytest.mark.full
+def test_sleeping_and_waking(stage: Stage, reference: Reference) -> None:
+    stage.serve()
+    engine = stage.engine()
+    wanted = reference(PROMPTS)
+    engine.generate(PROMPTS)
+    engine.call("settle")
+    for _ in range(10):
+        engine.call("sleep")
+        assert stage.server.stats()["mapped_bytes"] == 0
+        engine.call("wake")
+        found = engine.generate(PROMPTS)
+        assert (found["tokens"], found["cached"]) == (wanted, [256] * 3)
+        engine.call("settle")
+
+
 def test_mistakes_in_the_configuration_end_the_start(stage: Stage) -> None:
     with pytest.raises(RuntimeError, match="did you mean 'load_timeout_s'"):
         stage.engine(connector=stage.connector(load_timeout=3))

@@ -44,9 +44,10 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         self._settings = ConnectorSettings.from_extra_config(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._refusal = refusal(vllm_config, kv_cache_config)
+        self._refusal = refusal(vllm_config, kv_cache_config, can_sleep=engine.CAN_SLEEP)
+        self._kv_caches: dict[str, Any] = {}
         if role is KVConnectorRole.WORKER:
-            self._worker = engine.worker_side(None, self._settings)
+            self._worker = engine.worker_side(self._settings)
             return
         engine.warn_of_failure_policy(self._kv_transfer_config)
         if self._refusal is None:
@@ -103,11 +104,20 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker's side.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        if self._worker is None or self._refusal is not None:
+        self._kv_caches = kv_caches
+        self.restore_kv_caches()
+
+    def unregister_kv_caches(self) -> None:
+        """The engine goes to sleep (vLLM 0.33): the server lets go of the memory, and keeps what it has stored."""
+        if self._worker is not None:
+            self._worker.use(None)
+
+    def restore_kv_caches(self) -> None:
+        """The engine is awake, with other memory at the same addresses: to the server it is a new registration."""
+        if self._worker is None or self._refusal is not None or not self._kv_caches:
             return
-        self._worker.close()
-        client = engine.register(self._vllm_config, self._kv_cache_config, self._settings, kv_caches)
-        self._worker = engine.worker_side(client, self._settings)
+        self._worker.use(None)
+        self._worker.use(engine.register(self._vllm_config, self._kv_cache_config, self._settings, self._kv_caches))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:

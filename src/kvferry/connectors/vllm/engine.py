@@ -28,6 +28,8 @@ from kvferry.layout import chunk_tokens_for
 
 # vLLM 0.26 has no way to take all blocks from a request whose load failed; later releases do.
 CAN_DROP_LOADS = hasattr(base, "KVConnectorTransferResults")
+# Releases from 0.33 on tell a connector when the engine goes to sleep, and when it is awake.
+CAN_SLEEP = hasattr(base.KVConnectorBase_V1, "unregister_kv_caches")
 _LOG = logging.getLogger("vllm.kvferry")
 
 
@@ -53,9 +55,9 @@ def scheduler_side(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSe
     )
 
 
-def worker_side(client: CacheClient | None, settings: ConnectorSettings) -> WorkerSide:
-    """This rank's side; without a client it fails all that it is given."""
-    return WorkerSide(client, load_timeout_s=settings.load_timeout_s, can_drop_loads=CAN_DROP_LOADS)
+def worker_side(settings: ConnectorSettings) -> WorkerSide:
+    """This rank's side; until it has a client it fails all that it is given."""
+    return WorkerSide(None, load_timeout_s=settings.load_timeout_s, can_drop_loads=CAN_DROP_LOADS)
 
 
 def register(

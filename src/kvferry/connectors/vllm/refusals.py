@@ -12,9 +12,12 @@ _ATTENTION_SPECS = _KNOWN_SPECS | {"SlidingWindowSpec", "ChunkedLocalAttentionSp
 _UNIFORM = "UniformTypeKVCacheSpecs"
 
 
-def refusal(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Why no KV of this engine can be stored or reused; None where it can."""
-    return next(_refusals(vllm_config, kv_cache_config), None)
+def refusal(vllm_config: Any, kv_cache_config: Any, *, can_sleep: bool) -> str | None:
+    """Why no KV of this engine can be stored or reused; None where it can.
+
+    `can_sleep` says that this release of vLLM tells when it takes memory away.
+    """
+    return next(_refusals(vllm_config, kv_cache_config, can_sleep), None)
 
 
 def layer_specs(group: Any) -> dict[str, Any]:
@@ -25,12 +28,12 @@ def layer_specs(group: Any) -> dict[str, Any]:
     return dict.fromkeys(group.layer_names, spec)
 
 
-def _refusals(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
+def _refusals(vllm_config: Any, kv_cache_config: Any, can_sleep: bool) -> Iterator[str]:
     yield from _parallel(vllm_config.parallel_config)
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not can_sleep:
         yield (
-            "enable_sleep_mode is set: vLLM takes KV memory away while the engine sleeps, and tells no connector; "
-            "memory that the cache server has mapped would not be freed. Start the engine without it"
+            "enable_sleep_mode is set: vLLM takes KV memory away while the engine sleeps, and before 0.33 tells no "
+            "connector; memory that the cache server has mapped would not be freed. Start the engine without it"
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield "calculate_kv_scales is set: each engine then has scales of its own, which no key names"

@@ -121,10 +121,15 @@ class WorkerSide:
         taken, self._report = self._report, WorkReport()
         return taken
 
+    def use(self, client: CacheClient | None) -> None:
+        """Go on with another client, or without; the server has let go of the blocks on return, or is gone."""
+        former, self._client = self._client, client
+        if former is not None:
+            former.close()
+
     def close(self) -> None:
-        """Hang up; the server has let go of this rank's blocks on return, or is gone. Idempotent."""
-        if self._client is not None:
-            self._client.close()
+        """Hang up. Idempotent."""
+        self.use(None)
 
     def _connected(self) -> CacheClient:
         if self._client is None:
