@@ -15,8 +15,12 @@ class Raw:
         self.socket = connect(parse_url(url), 5)
         self.socket.settimeout(5)
         self._reader = reply_reader()
-        for message in hello:
-            self.send(message)
+        try:
+            for message in hello:
+                self.send(message)
+        except OSError:  # it was refused already
+            self.socket.close()
+            raise
 
     def send(self, message: Message) -> None:
         self.socket.sendall(encode_frame(message))

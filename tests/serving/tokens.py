@@ -48,8 +48,8 @@ class TokenServer:
     def stats(self) -> dict[str, float]:
         """Its counters, over a connection of their own."""
         raw = Raw(self.path, Hello(1, 1))
-        raw.reply()
         try:
+            raw.reply()
             return raw.stats()
         finally:
             raw.close()
