@@ -42,7 +42,10 @@ def test_asking_again_changes_nothing() -> None:
     scene.server.there = 256
     answers = {scene.side.matched(prompt, 16) for _ in range(34)}
     assert answers == {(240, True)}
-    assert len(scene.server.leases) == 1
+    assert len(scene.server.leases) == len(scene.server.asked) == 1
+    scene.clock.now += 1
+    scene.server.there = 320
+    assert scene.side.matched(prompt, 16) == (304, True)  # not asked for the last time long ago
     scene.side.finished(prompt)  # never admitted
     assert not scene.server.leases
     assert scene.server.forgotten == ["request-1"]

@@ -17,7 +17,8 @@ class RequestState:
     """One request, from its arrival to its end.
 
     `name` is what the server calls it. Tokens: `local_tokens` are in the engine's own prefix cache as of the last
-    query, `stored_tokens` are stored or being stored. `ask_again_s` and `give_up_s` bound the wait for lower tiers.
+    query, `stored_tokens` are stored or being stored. `answer` is that to the question `asked` (tokens of the request,
+    `local_tokens`). `ask_again_s` and `give_up_s` bound the wait for lower tiers.
     """
 
     request: Any
@@ -30,6 +31,9 @@ class RequestState:
     loading: bool = False
     loads_allowed: bool = True
     stores_allowed: bool = True
+    asked: tuple[int, int] | None = None
+    asked_s: float = 0.0
+    answer: int | None = 0
     ask_again_s: float = 0.0
     give_up_s: float | None = None
     _prompt: array[int] = field(default_factory=lambda: array("i"))

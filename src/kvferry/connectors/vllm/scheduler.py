@@ -19,6 +19,8 @@ from kvferry.connectors.vllm.requests import NO_OFFER, RequestState, num_blocks,
 from kvferry.layout import KeyContext
 
 ASK_AGAIN_S = 0.002
+# vLLM asks at every step for a request that it has no room for. The lease holds much longer.
+ANSWER_HOLDS_S = 0.25
 # How long vLLM is asked to keep stepping, or to wait instead of preempting, for jobs that must end soon.
 SOON_S = 5.0
 VERY_SOON_S = 0.5
@@ -66,32 +68,19 @@ class SchedulerSide:
 
         None: ask later. Changes nothing but which lease the request has.
         """
-        state = self._state(request)
-        state.local_tokens = local_tokens
-        if state.loading or self._clock() < state.ask_again_s:
+        state, now = self._state(request), self._clock()
+        if state.loading or now < state.ask_again_s:
             return None, False
-        if not self._may_load(state):
-            return 0, False
-        found = self._promises.lookup(state.name, state.tokens(request.num_tokens), state.context or KeyContext())
-        self.counters.add("lookups")
-        if not found.lease_id:
-            self._give_back(state)
-        state.offer = found
-        if found.coming and self._may_wait(state):
-            state.ask_again_s = self._clock() + ASK_AGAIN_S
-            return None, False
-        state.give_up_s = None
-        state.stored_tokens = found.tokens
-        # The last token is always computed: it is what the next one is sampled from.
-        useful = min(found.tokens, request.num_tokens - 1) - local_tokens
-        if useful < self._rules.block_size:
-            self._give_back(state)
-            return 0, False
-        return useful, True
+        question = (request.num_tokens, local_tokens)
+        if state.asked != question or now > state.asked_s + ANSWER_HOLDS_S:
+            state.asked, state.asked_s, state.local_tokens = question, now, local_tokens
+            state.answer = self._ask(state)
+        return state.answer, bool(state.answer)
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
         """vLLM has given the request blocks, and loads `num_tokens` of what was matched (0: nothing)."""
         state = self._state(request)
+        state.asked = None
         if num_tokens == 0:
             self._give_back(state)
             return
@@ -158,7 +147,7 @@ class SchedulerSide:
         for state in self._states.values():
             self._give_back(state)
             state.context = self._context(state.request)
-            state.stored_tokens = 0
+            state.stored_tokens, state.asked = 0, None
         return True
 
     def close(self) -> None:
@@ -182,6 +171,29 @@ class SchedulerSide:
                 _LOG.warning("requests with %s neither store nor reuse KV: no key can express it", error)
             return None
 
+    def _ask(self, state: RequestState) -> int | None:
+        """How many tokens of the server's are of use; the lease over them is the state's offer. None: ask again."""
+        if not self._may_load(state):
+            self._give_back(state)
+            return 0
+        request = state.request
+        found = self._promises.lookup(state.name, state.tokens(request.num_tokens), state.context or KeyContext())
+        self.counters.add("lookups")
+        if not found.lease_id:
+            self._give_back(state)
+        state.offer = found
+        if found.coming and self._may_wait(state):
+            state.ask_again_s, state.asked = self._clock() + ASK_AGAIN_S, None
+            return None
+        state.give_up_s = None
+        state.stored_tokens = found.tokens
+        # The last token is always computed: it is what the next one is sampled from.
+        useful = min(found.tokens, int(request.num_tokens) - 1) - state.local_tokens
+        if useful >= self._rules.block_size:
+            return useful
+        self._give_back(state)
+        return 0
+
     def _may_load(self, state: RequestState) -> bool:
         request = state.request
         return (
@@ -189,6 +201,7 @@ class SchedulerSide:
             and state.context is not None
             and state.loads_allowed
             and not getattr(request, "skip_reading_prefix_cache", False)
+            and state.local_tokens % self._rules.block_size == 0
             and request.num_tokens - 1 - state.local_tokens >= self._rules.block_size
             and request.num_tokens >= self._rules.chunk_tokens
         )
@@ -214,7 +227,7 @@ class SchedulerSide:
         """A load of the request failed. vLLM asks again where none of it is left, and an equal answer would loop."""
         if state is not None:
             state.loading = state.loads_allowed = False
-            state.stored_tokens = 0
+            state.stored_tokens, state.asked = 0, None
 
     def _scheduled(self, output: Any) -> Iterator[tuple[str, int]]:
         """Each request that computes in this step, with how many of its tokens are computed after it."""
