@@ -52,7 +52,11 @@ def config(**changes: Any) -> Any:
     parallel = {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, **changes.pop("parallel", {})}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**parallel),
-        model_config=SimpleNamespace(enable_sleep_mode=changes.get("sleep", False)),
+        model_config=SimpleNamespace(
+            enable_sleep_mode=changes.get("sleep", False), is_prefix_caching_supported=changes.get("prefix", True)
+        ),
+        device_config=SimpleNamespace(device_type=changes.get("device", "cuda")),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=changes.get("chunked", True)),
         cache_config=SimpleNamespace(calculate_kv_scales=changes.get("scales", False)),
     )
 
@@ -104,6 +108,8 @@ def test_unknown_tensors(shapes: list[tuple[int, ...]], text: str) -> None:
         ({"parallel": {"decode_context_parallel_size": 2}}, caches(Group(FullAttentionSpec())), "decode_context"),
         ({"sleep": True}, caches(Group(FullAttentionSpec())), "enable_sleep_mode"),
         ({"scales": True}, caches(Group(FullAttentionSpec())), "calculate_kv_scales"),
+        ({"prefix": False}, caches(Group(FullAttentionSpec())), "is_prefix_caching_supported"),
+        ({"device": "cpu", "chunked": False}, caches(Group(MLAAttentionSpec())), "latent attention on CPUs"),
         ({}, caches(), "no KV cache"),
         ({}, caches(Group(SinkFullAttentionSpec())), "SinkFullAttentionSpec"),
         ({}, caches(Group(SlidingWindowSpec())), "SlidingWindowSpec"),
@@ -123,6 +129,9 @@ def test_refusals(settings: dict[str, Any], cache: Any, text: str) -> None:
 
 def test_no_refusal() -> None:
     assert refusal(config(), caches(Group(FullAttentionSpec())), can_sleep=False) is None
+    mla = caches(Group(MLAAttentionSpec()))
+    assert refusal(config(device="cpu"), mla, can_sleep=False) is None
+    assert refusal(config(chunked=False), mla, can_sleep=False) is None
     both = UniformTypeKVCacheSpecs({"l.0": MLAAttentionSpec(), "l.1": MLAAttentionSpec()})
     assert refusal(config(), caches(Group(both)), can_sleep=False) is None
     assert set(layer_specs(Group(both))) == {"l.0", "l.1"}

@@ -42,7 +42,7 @@ class EngineSide:
         self._first: dict[str, float] = {}
         self._preempted: set[str] = set()
         self._counts: Counter[str] = Counter()
-        if connector is not None and connector["kv_connector"] == "KVFerryConnector":
+        if ranks == 1 and connector is not None and connector["kv_connector"] == "KVFerryConnector":
             self._keep_counts(get_kv_transfer_group()._worker.counters)
         self._number = 0
 

@@ -37,7 +37,20 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, can_sleep: bool) -> Iterat
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield "calculate_kv_scales is set: each engine then has scales of its own, which no key names"
+    if not getattr(vllm_config.model_config, "is_prefix_caching_supported", True):
+        yield "vLLM says that what this model computes of a prefix cannot be reused (is_prefix_caching_supported)"
     yield from _groups(kv_cache_config.kv_cache_groups)
+    if _goes_on_from_no_prefix(vllm_config, kv_cache_config.kv_cache_groups[0]):
+        yield (
+            "vLLM's latent attention on CPUs gives wrong tokens after a cached prefix, so that it has switched off its own "
+            "prefix cache"
+        )
+
+
+def _goes_on_from_no_prefix(vllm_config: Any, group: Any) -> bool:
+    is_mla = any(type(spec).__name__ == "MLAAttentionSpec" for spec in layer_specs(group).values())
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    return is_mla and on_cpu and not vllm_config.scheduler_config.enable_chunked_prefill
 
 
 def _parallel(parallel: Any) -> Iterator[str]:
