@@ -19,6 +19,7 @@ from kvferry import ipc
 
 def child(fd: int) -> None:
     with socket.socket(fileno=fd) as sock:
+        sock.sendall(b"+")  # up: importing torch may take longer than ipc waits for a peer
         (wrapper,) = ipc.recv(sock)
         with wrapper:
             wrapper.to_tensor().add_(1)
@@ -37,6 +38,8 @@ def parent() -> None:
     command = [sys.executable, __file__, str(theirs.fileno())]
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
+        ours.settimeout(60)
+        ours.recv(1)
         with ipc.wrap(tensor) as wrapper:  # picks the wrapper that suits the memory
             print("sharing by", type(wrapper).__name__)
             ipc.send(ours, [wrapper])
