@@ -42,8 +42,8 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, can_sleep: bool) -> Iterat
     yield from _groups(kv_cache_config.kv_cache_groups)
     if _goes_on_from_no_prefix(vllm_config, kv_cache_config.kv_cache_groups[0]):
         yield (
-            "vLLM's latent attention on CPUs gives wrong tokens after a cached prefix, and has switched off its own prefix "
-            "cache for that"
+            "vLLM's latent attention on CPUs gives wrong tokens after a cached prefix; it has switched off its own "
+            "prefix cache for that"
         )
 
 
