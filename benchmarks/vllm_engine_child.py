@@ -17,7 +17,6 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the connector's two sides 
 
 import torch
 import vllm
-from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -51,6 +50,8 @@ def write_model(folder: pathlib.Path, *, tiny: bool) -> int:
         return int(config["vocab_size"])
     folder.mkdir()
     if tiny:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         torch.manual_seed(7)
         model = LlamaForCausalLM(LlamaConfig(**TINY))
         for weight in model.parameters():

@@ -13,6 +13,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import vllm
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.lora.request import LoRARequest
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 
@@ -66,15 +67,18 @@ class EngineSide:
         self.run()
         return self.results(ids)
 
-    def submit(self, prompts: list[list[int]], max_tokens: int = 16, **prompt: Any) -> dict[str, Any]:
-        """Let requests come in; `run` or `step` lets the engine work on them."""
+    def submit(
+        self, prompts: list[list[int]], max_tokens: int = 16, lora: list[Any] | None = None, **prompt: Any
+    ) -> dict[str, Any]:
+        """Let requests come in, maybe with an adapter (name, number, path); `run` or `step` works on them."""
+        adapter = None if lora is None else LoRARequest(*lora)
         ids = []
         for tokens in prompts:
             self._number += 1
             name = f"r{self._number}"
             params = SamplingParams(max_tokens=max_tokens, **GREEDY)
             self._started[name] = time.perf_counter()
-            self._engine.add_request(name, {"prompt_token_ids": tokens, **prompt}, params)
+            self._engine.add_request(name, {"prompt_token_ids": tokens, **prompt}, params, lora_request=adapter)
             ids.append(name)
         return {"ids": ids}
 

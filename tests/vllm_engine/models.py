@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -59,6 +61,22 @@ def with_tokenizer(folder: Path) -> Path:
     tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+def adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of rank 8 for the queries and values of `llama`."""
+    folder.mkdir()
+    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(seed)
+    weights = {}
+    for layer in range(4):
+        for name, width in (("q_proj", 128), ("v_proj", 64)):
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(8, 128) / 4
+            weights[f"{place}.lora_B.weight"] = torch.randn(width, 8) / 4
+    save_file(weights, folder / "adapter_model.safetensors")
     return folder
 
 

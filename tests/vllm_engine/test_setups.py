@@ -119,6 +119,26 @@ def test_two_ranks(stage: Stage, alone: Any, model: Path) -> None:
 
 
 @pytest.mark.full
+def test_adapters_keep_apart(stage: Stage, zygote: Zygote, model: Path, tmp_path: Path) -> None:
+    """The model itself, an adapter, and another adapter that comes to have the same name."""
+    paths = [models.adapter(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    adapters = [None, ["tuned", 1, str(paths[0])], ["tuned", 2, str(paths[1])]]
+    settings: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8, "max_num_seqs": 4}
+    alone = zygote.start(model=str(model), log=tmp_path / "alone.log", **settings)
+    wanted = [alone.generate(PROMPTS[:1], lora=adapter)["tokens"] for adapter in adapters]
+    alone.end()
+    assert wanted[0] != wanted[1] != wanted[2]
+
+    stage.serve()
+    for cached in (0, 256):  # in another engine the second time
+        engine = stage.engine(**settings)
+        for adapter, right in zip(adapters, wanted, strict=True):
+            found = engine.generate(PROMPTS[:1], lora=adapter)
+            assert (found["tokens"], found["cached"]) == (right, [cached])
+        engine.end()
+
+
+@pytest.mark.full
 def test_sleeping_and_waking(stage: Stage, reference: Reference) -> None:
     stage.serve()
     engine = stage.engine()
