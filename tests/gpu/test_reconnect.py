@@ -48,15 +48,14 @@ def test_ten_kills(stage: Stage) -> None:
     engine.call("impatient")
     engine.call("keep_asking", seed=1, num_tokens=TOKENS)
     dice = random.Random(1)
-    free = 0
+    free: list[int] = []
     for number in range(NUM_KILLS):
         want = engine.call("fill", blocks=BLOCKS, seed=number)["digest"]
         assert engine.call("store", seed=number, num_tokens=TOKENS, blocks=BLOCKS)["stored"] == 3
         found = engine.call("lookup", seed=number, num_tokens=TOKENS, request=f"seed {number}")
         assert engine.call("retrieve", lease=found["lease"], blocks=OTHERS) == {"failed": [], "error": None}
         assert engine.call("digest", blocks=OTHERS)["digest"] == want
-        free = free or memory_info(0)[0]
-        assert memory_info(0)[0] >= free - 64 * MIB
+        free.append(memory_info(0)[0])
         engine.call("store", seed=1000 + number, num_tokens=TOKENS, blocks=BLOCKS, wait=False)
         time.sleep(dice.random() * 0.002)
         kill_and_restart(stage)
@@ -67,6 +66,8 @@ def test_ten_kills(stage: Stage) -> None:
     assert asked["errors"] == []
     assert asked["hits"] > 0
     assert asked["misses"] > 0
+    # The second server comes beside an engine that has events and tables of its own by now: growth counts from it on.
+    assert min(free[1:]) >= free[1] - 32 * MIB, free
 
 
 @pytest.mark.parametrize("isolated_ipc", [False, True])
