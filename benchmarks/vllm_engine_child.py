@@ -11,14 +11,19 @@ import random
 import statistics
 import sys
 import time
+import traceback
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the connector's two sides can be watched from here
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # vLLM's log goes to stdout, from its import on
 
 import torch
 import vllm
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvferry.client import Job
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -102,29 +107,39 @@ class EngineChild:
             kv_transfer_config=connector,
             **small,
         )
-        if not cpu:
-            self._llm.apply_model(scale_weights)
+        self._num_weights = 0 if cpu else self._llm.apply_model(scale_weights)[0]
         self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
         self._sides = self._scheduler.connector._scheduler, get_kv_transfer_group()._worker
-        self._lookup_s = self._load_s = 0.0
+        self._lookup_s = self._load_s = self._copy_s = self._told_server_s = 0.0
         self._store_as: array.array[int] | None = None
         self._watch()
 
     def info(self) -> dict[str, Any]:
-        device = "cpu" if not torch.cuda.is_available() else torch.cuda.get_device_name(0)
-        return {"vllm": vllm.__version__, "torch": torch.__version__, "device": device}
+        config = self._llm.llm_engine.vllm_config
+        return {
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "device": "cpu" if not torch.cuda.is_available() else torch.cuda.get_device_name(0),
+            "weights": self._num_weights,
+            "block_size": config.cache_config.block_size,
+            "num_blocks": config.cache_config.num_gpu_blocks,
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "registered": self._sides[1]._client is not None,
+        }
 
     def generate(self, seed: int, length: int, tokens: int, cache_salt: str | None = None) -> dict[str, Any]:
         """Greedy tokens; times of this request alone."""
-        self._lookup_s = self._load_s = 0.0
+        self._lookup_s = self._load_s = self._copy_s = 0.0
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         prompt: dict[str, Any] = {"prompt_token_ids": self._prompt(seed, length)}
         if cache_salt is not None:
             prompt["cache_salt"] = cache_salt
-        engine, first, output = self._llm.llm_engine, 0.0, None
+        engine, first, steps, output = self._llm.llm_engine, 0.0, 0, None
         started = time.perf_counter()
         engine.add_request(f"{seed}-{started}", prompt, params)
         while engine.has_unfinished_requests():
+            steps += 1
             for done in engine.step():
                 output, first = done, first or time.perf_counter()
         assert output is not None
@@ -135,6 +150,8 @@ class EngineChild:
             "ttft_ms": (first - started) * 1e3,
             "lookup_ms": self._lookup_s * 1e3,
             "load_ms": self._load_s * 1e3,
+            "copy_ms": self._copy_s * 1e3,
+            "steps": steps,
         }
 
     def store_as(self, seed: int | None, length: int) -> dict[str, Any]:
@@ -145,8 +162,8 @@ class EngineChild:
     def settle(self) -> dict[str, Any]:
         """Step until all stores have ended."""
         while self._scheduler.has_requests():
-            self._llm.llm_engine.engine_core.engine_core.step()
-        return {}
+            self._llm.llm_engine.engine_core.get_output()
+        return {"stores_left": len(self._sides[0].jobs)}
 
     def shuffle(self) -> dict[str, Any]:
         """Free blocks in random order, as after hours of service: neighbours would make larger copies."""
@@ -178,14 +195,19 @@ class EngineChild:
     def _watch(self) -> None:
         """Time lookups and loads, and let stores go under other keys."""
         scheduler, worker = self._sides
-        lookup, start_loads, start_stores = scheduler._promises.lookup, worker.start_loads, worker.start_stores
+        matched, start_loads, start_stores = scheduler.matched, worker.start_loads, worker.start_stores
         take_counts = worker.counters.take
 
-        def timed_lookup(*args: Any) -> Any:
+        def timed_matched(*args: Any) -> Any:
             started = time.perf_counter()
-            found = lookup(*args)
+            found = matched(*args)
             self._lookup_s += time.perf_counter() - started
             return found
+
+        def loads(plan: Any) -> None:
+            if plan.loads:
+                self._told_server_s = time.perf_counter()
+            start_loads(plan)
 
         def stores(plan: Any) -> None:
             if self._store_as is not None:
@@ -201,20 +223,38 @@ class EngineChild:
             self._load_s += taken.get("load_seconds", 0.0)
             return taken
 
-        scheduler._promises.lookup = timed_lookup
-        worker.start_loads, worker.start_stores, worker.counters.take = start_loads, stores, counts
+        scheduler.matched = timed_matched
+        worker.start_loads, worker.start_stores, worker.counters.take = loads, stores, counts
+        self._watch_answers()
+
+    def _watch_answers(self) -> None:
+        """Note when the server's answer to a load comes, on the client's thread."""
+        end_job = Job.end
+
+        def end(job: Any, answer: Any) -> None:
+            if type(answer).__name__ == "Retrieved":
+                self._copy_s = time.perf_counter() - self._told_server_s
+            end_job(job, answer)
+
+        Job.end = end  # type: ignore[method-assign]
 
 
 def main() -> None:
+    """Answer until stdin ends; what fails is an answer, too."""
     child = EngineChild(**json.loads(sys.argv[1]))
     answer(child.info())
     for line in sys.stdin:
         command = json.loads(line)
-        answer(getattr(child, command.pop("op"))(**command))
+        try:
+            found = getattr(child, command.pop("op"))(**command)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the other side has to know
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}"}
+        answer(found)
 
 
 def answer(found: dict[str, Any]) -> None:
-    print("ANSWER " + json.dumps(found), flush=True)
+    print(json.dumps(found), file=ANSWERS, flush=True)
 
 
 if __name__ == "__main__":

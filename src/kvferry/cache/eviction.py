@@ -150,9 +150,13 @@ class EvictionQueues:
     def oldest(self, tenant: str | None = None, *, kind: int | None = None) -> Chunk | None:
         """The least recently used chunk that may go, of one tenant or of all, of one kind or any. It stays queued."""
         shares = self._shares.values() if tenant is None else [self.share(tenant)]
-        queues = (leaves for share in shares for each, leaves in share.leaves.items() if kind in (None, each))
-        tops = (self._top(leaves) for leaves in queues)
-        return min((top for top in tops if top is not None), key=lambda chunk: chunk.last_use, default=None)
+        oldest: Chunk | None = None
+        for share in shares:
+            for each, leaves in share.leaves.items():
+                top = self._top(leaves) if kind is None or kind == each else None
+                if top is not None and (oldest is None or top.last_use < oldest.last_use):
+                    oldest = top
+        return oldest
 
     def _top(self, leaves: list[tuple[int, int, Chunk]]) -> Chunk | None:
         while leaves:

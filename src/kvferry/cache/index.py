@@ -77,13 +77,17 @@ class ChunkIndex(ChunkTree):
         What another store is writing is not written again. If it is `quiet`, nothing is counted: it is no store.
         """
         parent: Chunk | None = None
+        held: Chunk | None = None  # must not be evicted for those below it; they themselves cannot be yet
         fresh: list[Chunk] = []
         num_kept = 0
         self._runs.begin()
         for position, key in enumerate(keys):
             chunk = self.find(space, key)
             if chunk is None and position >= start:
-                offset = None if len(fresh) == limit else self._find_place(space.tenant, nbytes, parent)
+                if parent is not None and not fresh:
+                    held = parent
+                    held.pins += 1
+                offset = None if len(fresh) == limit else self._find_place(space.tenant, nbytes)
                 if offset is None:
                     if not quiet:
                         self._skip(space, keys[position:], nbytes, is_share=len(fresh) == limit)
@@ -95,6 +99,9 @@ class ChunkIndex(ChunkTree):
                 break
             parent = chunk
             num_kept += 1
+        if held is not None:
+            held.pins -= 1
+            self._queues.queue(held)
         first = num_kept - len(fresh)  # below a fresh chunk all are fresh
         last_there = fresh[0].parent if fresh else parent
         return Reservation(first, tuple(fresh), last_there, max(0, first - start), len(keys) - max(start, num_kept))
@@ -201,13 +208,11 @@ class ChunkIndex(ChunkTree):
             pass
         return self.counters.evicted - before
 
-    def _find_place(self, tenant: str, nbytes: int, keep: Chunk | None) -> int | None:
-        """A free place, evicting what has to go for it, but not `keep`, under which it is to be used."""
+    def _find_place(self, tenant: str, nbytes: int) -> int | None:
+        """A free place, evicting what has to go for it."""
         share = self._queues.share(tenant)
         if not self._pool.fits(nbytes) or not share.fits(nbytes):
             return None
-        if keep is not None:
-            keep.pins += 1
         while share.excess(nbytes) > 0 and (self._sweep_one(tenant) or self.evict_one(tenant)):
             pass
         offset: int | None = None
@@ -215,9 +220,6 @@ class ChunkIndex(ChunkTree):
             offset = self._pool.allocate(nbytes)
             while offset is None and self._make_room(nbytes):
                 offset = self._pool.allocate(nbytes)
-        if keep is not None:
-            keep.pins -= 1
-            self._queues.queue(keep)
         return offset
 
     def _make_room(self, nbytes: int) -> bool:

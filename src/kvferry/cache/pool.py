@@ -131,7 +131,7 @@ class SlabPool:
     """
 
     def __init__(self) -> None:
-        self._areas: list[_Area] = []
+        self._largest_bytes = 0  # that a slot may have
         self._roomy: dict[_Area, None] = {}  # the areas with a free region
         self._full_for: set[int] = set()  # slot sizes for which there are no regions
         self._slabs: dict[int, OrderedDict[_Slab, None]] = {}  # slot size -> slabs
@@ -151,15 +151,14 @@ class SlabPool:
         region = min(nbytes, max(MIN_REGION_BYTES, min(MAX_REGION_BYTES, nbytes // REGIONS_PER_AREA)))
         region -= region % SLOT_ALIGNMENT
         area = _Area(offset, region, [None] * (nbytes // region))
-        self._areas.append(area)
+        self._largest_bytes = max(self._largest_bytes, region * len(area.slabs))
         self._roomy[area] = None
         self._full_for.clear()
         self.capacity_bytes += nbytes
 
     def fits(self, nbytes: int) -> bool:
         """Whether an empty pool could hold a slot of `nbytes`."""
-        need = slot_bytes(nbytes)
-        return any(area.region_bytes * len(area.slabs) >= need for area in self._areas)
+        return slot_bytes(nbytes) <= self._largest_bytes
 
     def kind(self, nbytes: int) -> int:
         """Slots of one size serve each other."""

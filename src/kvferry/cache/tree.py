@@ -79,7 +79,10 @@ class ChunkTree:
         self._let_go(last)
 
     def _insert(self, chunk: Chunk) -> Chunk:
-        listing = chunk.listing = self._spaces.setdefault(chunk.space, Listing(chunk.space))
+        listing = self._spaces.get(chunk.space)
+        if listing is None:
+            listing = self._spaces[chunk.space] = Listing(chunk.space)
+        chunk.listing = listing
         listing.chunks[chunk.key] = chunk
         self._num_chunks += 1
         self._misses.forget(chunk.space, chunk.key)
@@ -99,7 +102,7 @@ class ChunkTree:
 
         Their places are given back but for what a pin needs, and what is its writer's.
         """
-        below = root.below()
+        below = root.below() if root.children else [root]
         written = {chunk for chunk in below if chunk.stage is ChunkState.RESERVED}
         for chunk in below:
             self._unlist(chunk)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -12,7 +10,8 @@ from kvferry.cache import Chunk, ChunkIndex, ChunkState, Reservation, Space
 from kvferry.cache.tiers import ChunkName
 from kvferry.cache.tiers.disk import StoredChunk
 from kvferry.server.net.rounds import Budget
-from kvferry.server.tiers.clears import Files, OnGone, Undeleted
+from kvferry.server.tiers.clears import Files, OnGone
+from kvferry.server.tiers.deletions import Deletions
 from kvferry.server.tiers.files import FilePool, Search, file_bytes
 from kvferry.server.tiers.queue import TierQueue, name_of
 from kvferry.server.tiers.tasks import Outcome, TierDone, TierScanned
@@ -21,8 +20,6 @@ __all__ = ["DiskSide", "file_bytes"]
 
 _LOG = logging.getLogger(__name__)
 
-_NAMES_A_DELETION = 64
-_FREED_A_ROUND = 1024
 _MEASURE_S = 1.0
 _NO_LIMIT = 1 << 63
 _NO_NUMBER = -1
@@ -42,10 +39,8 @@ class DiskSide:
         self.index = ChunkIndex(self.pool)
         self._limit_bytes = limit_bytes
         self._chunks: dict[int, Chunk] = {}  # by the pool's number; that have a file, or may get one
-        self._freed: list[Chunk] = []  # whose files are still there
-        self._deleting: dict[ChunkName, Chunk] = {}
-        self._undeleted: Undeleted[ChunkName, Chunk] = Undeleted("disk")
         self._files = Files()
+        self._deletions = Deletions(queue, self.index, self._files)
         self._unwritten: dict[ChunkName, Chunk] = {}
         self._unwritten_bytes = 0
         self._scan = Search()
@@ -67,16 +62,16 @@ class DiskSide:
     @property
     def settled(self) -> bool:
         """Whether as much room is free as there will be."""
-        return not (self.scanning or self._measure_at is None or self._deleting)
+        return not (self.scanning or self._measure_at is None or self._deletions.going_on)
 
     @property
     def leaving(self) -> bool:
         """Whether files are about to be deleted, or to be found for that."""
-        return bool(self._deleting or self._freed or (self.scanning and self._scan.cleared))
+        return self._deletions.to_come or (self.scanning and bool(self._scan.cleared))
 
     def can_write(self, names: Iterable[ChunkName]) -> bool:
         """Whether files of these names may be written now."""
-        return not self.scanning and not any(name in self._deleting or self._is_late(name) for name in names)
+        return not self.scanning and not any(name in self._deletions or self._is_late(name) for name in names)
 
     def lookup(self, space: Space, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are on disk."""
@@ -102,7 +97,7 @@ class DiskSide:
             self._enter(chunk)
             self._unwritten[name_of(chunk)] = chunk
         self._unwritten_bytes += len(reservation.chunks) * file_bytes(nbytes)
-        self._delete_freed()
+        self._deletions.begin()
         return reservation
 
     def commit(self, chunk: Chunk) -> None:
@@ -110,7 +105,7 @@ class DiskSide:
         self._unwritten_bytes -= file_bytes(chunk.nbytes)
         del self._unwritten[name_of(chunk)]
         self.index.commit([chunk])
-        self._delete_freed()
+        self._deletions.begin()
 
     def abort(self, chunk: Chunk) -> None:
         """Its file was not written; there is none."""
@@ -118,17 +113,17 @@ class DiskSide:
         del self._chunks[chunk.offset], self._unwritten[name_of(chunk)]
         self.index.abort([chunk])
         self._files.go(chunk)
-        self._delete_freed()
+        self._deletions.begin()
 
     def unpin(self, chunk: Chunk) -> None:
         """Undo a pin of `index`."""
         self.index.unpin(chunk)
-        self._delete_freed()
+        self._deletions.begin()
 
     def discard(self, chunk: Chunk) -> None:
         """Forget a chunk and all below it."""
         self.index.discard(chunk)
-        self._delete_freed()
+        self._deletions.begin()
 
     def clear(self, space: Space, key: bytes | None, on_gone: OnGone) -> None:
         """Forget a chunk and all below it, or (with no key) a whole space, found already or not.
@@ -146,32 +141,28 @@ class DiskSide:
             self.index.discard_space(space)
         elif chunk is not None:
             self.index.discard(chunk)
-        self._delete_freed()
+        self._deletions.begin()
 
     def hurry(self) -> None:
         """Try again now what could not be deleted."""
-        self._undeleted.hurry()
-        self._try_again()
+        self._deletions.hurry()
 
     def tick(self, now: float) -> None:
         """Look after room, and deletions that could not be done."""
         self._now = now
-        self._undeleted.tick(now)
-        if self.queue.usable:
-            self._try_again()
-            self._delete_freed()
-            if self._measure_at is not None and now >= self._measure_at:
-                self.measure()
+        self._deletions.tick(now)
+        if self.queue.usable and self._measure_at is not None and now >= self._measure_at:
+            self.measure()
 
     @property
     def more(self) -> bool:
         """Whether `work` has more to do."""
-        return self._trimming or (self.queue.usable and len(self._freed) > _FREED_A_ROUND)
+        return self._trimming or self._deletions.more
 
     def work(self, budget: Budget) -> None:
         """Go on to keep within the limit, and to delete what is gone."""
         self._trimming = self._trimming and budget.spend(self._trim_one)
-        budget.spend(self._delete_freed)
+        budget.spend(self._deletions.begin)
 
     def _trim_one(self) -> bool:
         return self.pool.used_bytes > self.pool.capacity_bytes and self.index.evict_one()
@@ -198,7 +189,7 @@ class DiskSide:
                 self._files.wait(space, None if key is None else self._leaving_of(space, None), on_gone)
             self._trimming = True
             _LOG.info("the disk tier has %d chunks in %d bytes", len(self.index), self.pool.used_bytes)
-        self._delete_freed()
+        self._deletions.begin()
 
     def values(self) -> dict[str, float]:
         """Counters and gauges by name."""
@@ -210,7 +201,7 @@ class DiskSide:
             "disk_evicted": self.index.counters.evicted,
             "disk_torn": self._scan.num_torn,
             "disk_scanning": float(self.scanning),
-            "disk_deleting": len(self._deleting) + len(self._freed) + len(self._undeleted),
+            "disk_deleting": len(self._deletions),
         }
 
     def _take_in(self, stored: StoredChunk) -> None:
@@ -222,7 +213,7 @@ class DiskSide:
         if chunk is None:  # nothing can be done with it: what it hangs from is gone
             chunk = Chunk(space, meta.name.key, None, _NO_NUMBER, meta.nbytes)
             self._files.come(chunk)
-            self._freed.append(chunk)
+            self._deletions.add(chunk)
         elif chunk.offset not in self._chunks:
             self._enter(chunk)
 
@@ -237,63 +228,17 @@ class DiskSide:
 
     def _leaving_of(self, space: Space, root: Chunk | None) -> set[Chunk]:
         """What `root` takes with it, and what else of the space is on its way out."""
-        late = (chunk for chunk in self._unwritten.values() if chunk.state is ChunkState.GONE)
-        leaving = itertools.chain(self._freed, self._deleting.values(), self._undeleted.values(), late)
-        return {*(() if root is None else root.below()), *(chunk for chunk in leaving if chunk.space == space)}
+        late = (chunk for chunk in self._unwritten.values() if chunk.state is ChunkState.GONE and chunk.space == space)
+        return {*(() if root is None else root.below()), *self._deletions.of(space), *late}
 
     def _on_free(self, number: int) -> None:
         chunk = self._chunks.pop(number, None)
         if chunk is not None:
-            self._freed.append(chunk)
-
-    def _delete_freed(self) -> bool:
-        """Delete the files of chunks that are in the index no more, some at a time; whether there are more.
-
-        A chunk that is being written again takes its file over, once it is written.
-        """
-        if not self._freed or not self.queue.usable:
-            return False
-        gone: list[Chunk] = []
-        freed, self._freed = self._freed[:_FREED_A_ROUND], self._freed[_FREED_A_ROUND:]
-        more = bool(self._freed)
-        for chunk in freed:
-            there, name = self.index.find(chunk.space, chunk.key), name_of(chunk)
-            if there is not None and there.state is ChunkState.RESERVED:
-                self._freed.append(chunk)
-            elif there is not None or name in self._deleting:
-                self._files.go(chunk)
-            else:
-                self._deleting[name] = chunk
-                gone.append(chunk)
-        for first in range(0, len(gone), _NAMES_A_DELETION):
-            batch = gone[first : first + _NAMES_A_DELETION]
-            names = tuple(name_of(chunk) for chunk in batch)
-            self.queue.delete(names, functools.partial(self._on_deleted, batch))
-        return more
-
-    def _on_deleted(self, batch: Sequence[Chunk], done: TierDone) -> None:
-        for chunk in batch:
-            del self._deleting[name_of(chunk)]
-            if done.outcome is Outcome.DONE:
-                self._files.go(chunk)
-            else:
-                self._keep(chunk, done.text)
-
-    def _keep(self, chunk: Chunk, text: str) -> None:
-        """Its file may still be there: delete it later."""
-        replaced = self._undeleted.add(name_of(chunk), chunk, text)
-        if replaced is not None:
-            self._files.go(replaced)
-        self._files.fail(chunk, text)
-
-    def _try_again(self) -> None:
-        if self.queue.usable:
-            self._freed += self._undeleted.take(busy=bool(self._deleting))
+            self._deletions.add(chunk)
 
     def _on_measured(self, done: TierDone) -> None:
         self._measure_at = self._now + _MEASURE_S
         if done.outcome is Outcome.DONE and not self.scanning:
-            leaving = sum(file_bytes(chunk.nbytes) for chunk in itertools.chain(self._deleting.values(), self._freed))
-            room = self.pool.used_bytes - self._unwritten_bytes + leaving + done.value
+            room = self.pool.used_bytes - self._unwritten_bytes + self._deletions.nbytes + done.value
             self.pool.capacity_bytes = min(self._limit_bytes, room)
             self._trimming = True
