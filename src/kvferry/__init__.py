@@ -22,10 +22,18 @@ if TYPE_CHECKING:
     from kvferry.errors import KVFerryError as KVFerryError
     from kvferry.errors import LayoutError as LayoutError
     from kvferry.errors import MappingBoundsError as MappingBoundsError
+    from kvferry.errors import NcclCallError as NcclCallError
+    from kvferry.errors import NcclError as NcclError
+    from kvferry.errors import NcclLibraryError as NcclLibraryError
+    from kvferry.errors import NcclPeerError as NcclPeerError
+    from kvferry.errors import NcclStuckError as NcclStuckError
     from kvferry.errors import NotContiguousError as NotContiguousError
     from kvferry.errors import PeerGoneError as PeerGoneError
+    from kvferry.errors import PoolAddressError as PoolAddressError
+    from kvferry.errors import PoolFullError as PoolFullError
     from kvferry.errors import ProtocolError as ProtocolError
     from kvferry.errors import RequestError as RequestError
+    from kvferry.errors import SameDeviceError as SameDeviceError
     from kvferry.errors import ServerGoneError as ServerGoneError
     from kvferry.errors import ShareError as ShareError
     from kvferry.errors import StaleHandleError as StaleHandleError
@@ -61,10 +69,18 @@ _HOMES = {
         "KVFerryError",
         "LayoutError",
         "MappingBoundsError",
+        "NcclCallError",
+        "NcclError",
+        "NcclLibraryError",
+        "NcclPeerError",
+        "NcclStuckError",
         "NotContiguousError",
         "PeerGoneError",
+        "PoolAddressError",
+        "PoolFullError",
         "ProtocolError",
         "RequestError",
+        "SameDeviceError",
         "ServerGoneError",
         "ShareError",
         "StaleHandleError",

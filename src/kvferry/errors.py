@@ -20,6 +20,14 @@ KVFerryError
 |   |-- ChunkCorruptError       what it has is torn, damaged, or another chunk
 |   |-- TierFullError           it has no room
 |   `-- TierUnavailableError    it cannot be reached, or did not answer in time
+|-- NcclError                   NCCL, or a communicator of it, failed
+|   |-- NcclLibraryError        no usable NCCL library, or one without a function that is needed
+|   |-- NcclCallError           a call failed; names call, code and what NCCL says of it
+|   |-- SameDeviceError         two ranks on one GPU, which NCCL does not join
+|   `-- NcclPeerError           two ranks were not joined in time, or one of them was lost
+|       `-- NcclStuckError      and aborting did not end either: the memory may still be written to
+|-- PoolFullError               a pool of pinned memory has no free block that is large enough
+|-- PoolAddressError            (ValueError) an address that the pool did not give out, or took back already
 |-- RequestError                the server refused one request; `code` says why, the session goes on
 |-- TransferError               KV did not get from engine to engine; `code` says why
 |   `-- PeerGoneError           (ConnectionError) the other engine is gone, or cannot be reached
@@ -120,6 +128,43 @@ class TierFullError(TierError):
 
 class TierUnavailableError(TierError):
     """The tier cannot be reached or used at present, or did not answer in time."""
+
+
+class NcclError(KVFerryError):
+    """NCCL, or a communicator of it, failed."""
+
+
+class NcclLibraryError(NcclError):
+    """No NCCL library can be used; the text lists what was tried. Or it has no such function: a newer one is needed."""
+
+
+class NcclCallError(NcclError):
+    """An NCCL call failed. `call` is the function's name, `code` the numeric ncclResult_t."""
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        super().__init__(f"{call} failed: {text} (code {code})")
+        self.call = call
+        self.code = code
+
+
+class SameDeviceError(NcclError):
+    """Both ranks would be on one GPU, which NCCL does not join: share the memory by IPC instead."""
+
+
+class NcclPeerError(NcclError):
+    """Two ranks were not joined in time, or one was lost. What was received is not to be used; no more of it comes."""
+
+
+class NcclStuckError(NcclPeerError):
+    """The peer was lost, and aborting did not end in time: the GPU may still read and write the transfer's memory."""
+
+
+class PoolFullError(KVFerryError):
+    """A pool of pinned memory has no free block that is large enough."""
+
+
+class PoolAddressError(KVFerryError, ValueError):
+    """An address that the pool did not give out, or took back already. Nothing was changed."""
 
 
 class RequestError(KVFerryError):
