@@ -15,8 +15,6 @@ import traceback
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the connector's two sides can be watched from here
-ANSWERS = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # vLLM's log goes to stdout, from its import on
 
 import torch
 import vllm
@@ -196,7 +194,7 @@ class EngineChild:
         """Time lookups and loads, and let stores go under other keys."""
         scheduler, worker = self._sides
         matched, start_loads, start_stores = scheduler.matched, worker.start_loads, worker.start_stores
-        take_counts = worker.counters.take
+        take_received = worker.take_received
 
         def timed_matched(*args: Any) -> Any:
             started = time.perf_counter()
@@ -218,13 +216,14 @@ class EngineChild:
                 plan = dataclasses.replace(plan, stores=tuple(renamed))
             start_stores(plan)
 
-        def counts() -> dict[str, float]:
-            taken: dict[str, float] = take_counts()
-            self._load_s += taken.get("load_seconds", 0.0)
-            return taken
+        def received() -> Any:
+            found = take_received()
+            if found:
+                self._load_s += time.perf_counter() - self._told_server_s
+            return found
 
         scheduler.matched = timed_matched
-        worker.start_loads, worker.start_stores, worker.counters.take = loads, stores, counts
+        worker.start_loads, worker.start_stores, worker.take_received = loads, stores, received
         self._watch_answers()
 
     def _watch_answers(self) -> None:
@@ -254,7 +253,7 @@ def main() -> None:
 
 
 def answer(found: dict[str, Any]) -> None:
-    print(json.dumps(found), file=ANSWERS, flush=True)
+    print(f"ANSWER {json.dumps(found)}", flush=True)
 
 
 if __name__ == "__main__":
