@@ -187,7 +187,7 @@ class EngineChild:
         return {"ms": statistics.median(times[1:])}
 
     def _prompt(self, seed: int, length: int) -> list[int]:
-        source = random.Random(seed)
+        source = random.Random(f"{seed} {length}")  # no prompt is the beginning of another
         return [source.randrange(5, self._vocab - 5) for _ in range(length)]
 
     def _watch(self) -> None:
