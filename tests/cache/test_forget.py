@@ -8,6 +8,7 @@ import random
 import pytest
 
 from kvferry.cache import BytePool, Chunk, ChunkIndex, ChunkState, Quotas, SlabPool, Space
+from kvferry.cache import index as index_module
 
 A, B = Space("a", b"1" * 32), Space("b", b"2" * 32)
 CHUNK = 65536
@@ -62,6 +63,29 @@ def test_a_sweep_takes_no_longer_than_it_may() -> None:
         rounds += 1
     assert rounds > 500  # what is done between two looks at the clock is little
     assert pool.used_bytes == 0
+
+
+def test_a_large_tree_is_forgotten_at_once_and_swept_later() -> None:
+    pool = BytePool(10_000)
+    index = ChunkIndex(pool)
+    chain = "s" + "a" * 300
+    chunks = fill(index, chain, dirty=True)
+    fill(index, "s" + "b" * 300)
+    fill(index, "xy")
+    pinned = fill(index, "s" + "c" * 10)[-1]
+    index.pin(pinned)
+    assert index.discard(chunks[200]) == 101
+    assert index.sweeping
+    assert 0 < pool.used_bytes - len(index) < 101  # some are left for later
+    assert (hit(index, chain), {chunk.state for chunk in chunks[200:]}) == (200, {ChunkState.GONE})
+    assert index.discard(chunks[0]) == 510  # the others, each once
+    assert (hit(index, chain), hit(index, "xy"), len(index), index.counters.discarded) == (0, 2, 2, 611)
+    assert len(fill(index, chain)) == 301  # beside the old ones
+    sweep_all(index)
+    assert (hit(index, chain), hit(index, "xy"), len(index), pool.used_bytes) == (301, 2, 303, 303 + 11)
+    assert (len(index.dirty), index.dirty.nbytes) == (0, 0)
+    index.unpin(pinned)
+    assert pool.used_bytes == 303
 
 
 def test_what_a_pin_needs_keeps_its_place_until_the_last_unpin() -> None:
@@ -133,7 +157,7 @@ def test_what_is_forgotten_makes_room_for_another_size() -> None:
     assert index.counters.evicted == 0
 
 
-def test_forgetting_bit_by_bit_is_forgetting() -> None:
+def test_forgetting_bit_by_bit_is_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two indices get the same, but one is swept now and then only."""
     for seed in range(60):
         chance = random.Random(seed)
@@ -142,7 +166,7 @@ def test_forgetting_bit_by_bit_is_forgetting() -> None:
         writing: list[list[tuple[Chunk, ...]]] = []
         pinned: list[list[Chunk]] = []
         for _ in range(60):
-            step, prompt, space = chance.randrange(7), "".join(chance.choices("ab", k=4)), chance.choice((A, B))
+            step, prompt, space = chance.randrange(8), "".join(chance.choices("ab", k=4)), chance.choice((A, B))
             if step <= 1:
                 writing.append([index.reserve(space, keys(prompt), 1).chunks for index in indices])
             elif step <= 3 and writing:
@@ -163,6 +187,13 @@ def test_forgetting_bit_by_bit_is_forgetting() -> None:
                 assert indices[0].forget_space(space) == indices[1].discard_space(space)
                 for _ in range(chance.randrange(6)):
                     indices[0]._sweep_one()
+            elif step == 7 and (root := indices[0].find(space, keys(prompt)[1])) is not None:
+                twin = indices[1].find(space, keys(prompt)[1])
+                assert twin is not None
+                with monkeypatch.context() as patch:
+                    patch.setattr(index_module, "SWEPT_AT_ONCE", chance.randrange(2))
+                    num_whole = indices[0].discard(root)
+                assert num_whole == indices[1].discard(twin)
             assert len(indices[0]) == len(indices[1])
             found = [index.lookup(space, keys(prompt)) for index in indices]
             assert [chunk and chunk.depth for chunk in found] == [found[0] and found[0].depth] * 2

@@ -15,7 +15,7 @@ from kvferry.cache.chunk import Chunk, ChunkState, IndexCounters, Reservation, S
 from kvferry.cache.eviction import EvictionQueues, Quotas
 from kvferry.cache.misses import Miss, MissLog
 from kvferry.cache.pool import Pool
-from kvferry.cache.tree import ChunkTree
+from kvferry.cache.tree import SWEPT_AT_ONCE, ChunkTree
 
 _LONG_AGO = 1 << 64  # so long before the start that no clock's time, in ns, comes near it
 
@@ -167,12 +167,16 @@ class ChunkIndex(ChunkTree):
     def discard(self, root: Chunk, reason: Miss | None = None) -> int:
         """Forget a chunk and all below it; how many of them were committed.
 
-        What a pin needs keeps its place until the last `unpin`, what is being written until its writer ends.
+        What a pin needs keeps its place until the last `unpin`, what is being written until its writer ends. Many
+        places are given back by `sweep`, and by stores that need some.
         """
         if root.state is ChunkState.GONE:
             return 0
-        num_whole = self._forget_tree(root)
+        num_whole = self._cut(root)
         self.counters.discarded += num_whole
+        for _ in range(SWEPT_AT_ONCE):  # mostly all of it
+            if not self._sweep_one():
+                break
         if reason is not None:
             self._misses.note(root.space, root.key, reason)
         return num_whole
@@ -201,12 +205,17 @@ class ChunkIndex(ChunkTree):
     def trim(self) -> int:
         """Evict until the pool, and every tenant, is within its limit, as far as that goes; how many went."""
         before = self.counters.evicted
-        for tenant, share in list(self._queues.shares().items()):
-            while share.excess() > 0 and (self._sweep_one(tenant) or self.evict_one(tenant)):
-                pass
-        while self._pool.used_bytes > self._pool.capacity_bytes and (self._sweep_one() or self.evict_one()):
+        while self.trim_one():
             pass
         return self.counters.evicted - before
+
+    def trim_one(self) -> bool:
+        """One step of `trim`; False where there is none left."""
+        for tenant, share in self._queues.shares().items():
+            if share.excess() > 0 and (self._sweep_one(tenant) or self.evict_one(tenant)):
+                return True
+        full = self._pool.used_bytes > self._pool.capacity_bytes
+        return full and (self._sweep_one() or self.evict_one())
 
     def _find_place(self, tenant: str, nbytes: int) -> int | None:
         """A free place, evicting what has to go for it."""
