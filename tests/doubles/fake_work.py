@@ -135,6 +135,11 @@ class FakeWork(FakeVmm):
                 raise Refused(INVALID_HANDLE)
             return self._streams[handle]
 
+    def stream_of_any_device(self, handle: int) -> FakeStream:
+        """For other libraries' doubles, whose threads have no context of this one."""
+        with self.lock:
+            return self._streams[handle]
+
     def _event(self, handle: int) -> FakeEvent:
         self.device()
         if handle not in self._events:
