@@ -25,6 +25,7 @@ NAMES = [
     "KVLayout",
     "LayoutError",
     "MappingBoundsError",
+    "NCCLLibrary",
     "NcclCallError",
     "NcclError",
     "NcclLibraryError",
@@ -41,6 +42,7 @@ NAMES = [
     "ServerGoneError",
     "ShareError",
     "StaleHandleError",
+    "TensorMemoryPool",
     "TierError",
     "TierFullError",
     "TierUnavailableError",
@@ -51,6 +53,7 @@ NAMES = [
     "WireError",
     "decode",
     "encode",
+    "find_nccl_library",
     "wrap",
 ]
 

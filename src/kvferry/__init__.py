@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from kvferry.ipc import encode as encode
     from kvferry.ipc import wrap as wrap
     from kvferry.layout import KVLayout as KVLayout
+    from kvferry.p2p.memory_pool import TensorMemoryPool as TensorMemoryPool
+    from kvferry.p2p.nccl import NCCLLibrary as NCCLLibrary
+    from kvferry.p2p.nccl import find_nccl_library as find_nccl_library
     from kvferry.server import CacheServer as CacheServer
 
 _HOMES = {
@@ -104,6 +107,8 @@ _HOMES = {
         "wrap",
     ),
     "kvferry.layout": ("KVLayout",),
+    "kvferry.p2p.memory_pool": ("TensorMemoryPool",),
+    "kvferry.p2p.nccl": ("NCCLLibrary", "find_nccl_library"),
     "kvferry.server": ("CacheServer",),
 }
 
