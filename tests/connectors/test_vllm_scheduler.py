@@ -132,6 +132,24 @@ def test_it_waits_no_longer_than_something_is_coming() -> None:
     assert scene.side.matched(prompt, 0) == (320, True)
 
 
+def test_an_answer_that_takes_its_time() -> None:
+    scene, prompt = Scene(), request(512)
+    scene.server.there, scene.server.slow = 256, True
+    assert scene.side.matched(prompt, 0) == (None, False)
+    scene.server.slow = False
+    assert scene.side.matched(prompt, 0) == (None, False)  # not at every step
+    scene.clock.now += 0.01
+    assert scene.side.matched(prompt, 0) == (256, True)
+
+
+def test_a_request_that_ends_before_its_answer_came() -> None:
+    scene, prompt = Scene(), request(512)
+    scene.server.slow = True
+    assert scene.side.matched(prompt, 0) == (None, False)
+    scene.side.finished(prompt)
+    assert scene.server.withdrawn == scene.server.forgotten == ["request-1"]
+
+
 def test_another_connector_loads() -> None:
     """Under MultiConnector every child is asked, and one of them loads."""
     scene, prompt = Scene(), request(512)

@@ -6,6 +6,7 @@ import pytest
 
 from connectors.vllm_doubles import Cached, Output, Request, Scene
 from kvferry.connectors.vllm.plans import StorePlan
+from kvferry.connectors.vllm.scheduler import STUCK_S
 
 
 def request(length: int, name: str = "r") -> Request:
@@ -109,6 +110,18 @@ def test_stores_never_hold_more_than_a_share_of_the_cache() -> None:
     assert scene.first_step(prompts[1], scheduled=128, blocks=range(17, 33)).stores == ()
     scene.end(first.job_id)
     assert only(scene.next_step(prompts[1], computed=128, scheduled=1).stores).block_ids == tuple(range(17, 33))
+
+
+def test_a_server_that_does_not_end_a_store_is_given_no_other() -> None:
+    scene = Scene()
+    prompts = [request(64, name) for name in "ab"]
+    for prompt in prompts:
+        scene.side.matched(prompt, 0)
+    first = only(scene.first_step(prompts[0], scheduled=64, blocks=range(1, 9)).stores)
+    scene.clock.now += STUCK_S + 1
+    assert scene.first_step(prompts[1], scheduled=64, blocks=range(11, 19)).stores == ()
+    scene.end(first.job_id)
+    assert only(scene.next_step(prompts[1], computed=64, scheduled=1).stores).block_ids == tuple(range(11, 19))
 
 
 def test_one_store_may_hold_more() -> None:

@@ -11,7 +11,7 @@ import pytest
 from connectors.vllm_doubles import Clock
 from kvferry.client import Job, RetrieveResult, StoreResult
 from kvferry.connectors.vllm.plans import JobEnd, LoadPlan, StepPlan, StorePlan
-from kvferry.connectors.vllm.worker import GRACE_S, WorkerSide
+from kvferry.connectors.vllm.worker import GRACE_S, MAX_JOBS, MAX_STORES, WorkerSide
 from kvferry.errors import KVFerryError, RequestError, ServerGoneError
 from kvferry.layout import KeyContext
 from kvferry.protocol.messages import Error, Retrieved, Stored
@@ -199,6 +199,62 @@ def test_stores_are_counted_and_reported(client: Client, make: Make) -> None:
     report = worker.take_report()
     assert report is not None
     assert report.ended == {2: JobEnd(1, False)}
+
+
+def many(count: int) -> StepPlan:
+    return StepPlan(stores=tuple(store(number).stores[0] for number in range(100, 100 + count)))
+
+
+def test_more_jobs_than_the_client_has_events_for_wait_for_their_turn(client: Client, make: Make) -> None:
+    """Where all events are in use, the next call would wait in vLLM's step."""
+    worker = make()
+    worker.start_stores(many(MAX_STORES + 3))
+    assert len(client.jobs) == MAX_STORES
+    for number in range(MAX_JOBS):
+        worker.start_loads(load(number, f"r{number}"))
+    assert len(client.jobs) == MAX_JOBS  # stores leave some to loads
+    for job in client.jobs[:2]:
+        job.end(Stored(1, 1, 0, 0))
+    told(worker)
+    assert [type(job._expected) for job in client.jobs[MAX_JOBS:]] == [type(Retrieved)] * 2  # loads come first
+    for _ in range(3):
+        for job in client.jobs:
+            job.end(Stored(1, 1, 0, 0) if job._expected is Stored else Retrieved(1, 1))
+        worker.poll(idle=False)
+    assert len(worker.take_received()) == MAX_JOBS
+    report = worker.take_report()
+    assert report is not None
+    assert len(report.ended) == MAX_STORES + 3 + MAX_JOBS
+
+
+def test_what_cannot_begin_in_time_has_failed(client: Client, make: Make, clock: Clock) -> None:
+    worker = make()
+    worker.start_stores(many(MAX_STORES + 1))
+    for number in range(MAX_JOBS - MAX_STORES):
+        worker.start_loads(load(number, "early"))
+    clock.now += 1
+    worker.start_loads(load(50, "late", skip=2))
+    clock.now += 5.5
+    assert told(worker) == ({"late"}, {12, 13})
+    report = worker.take_report()
+    assert report is not None
+    assert report.ended == {100 + MAX_STORES: JobEnd(1, True), 50: JobEnd(1, True)}
+
+
+def test_what_has_not_begun_when_memory_is_taken_away_has_failed(client: Client, make: Make) -> None:
+    worker = make()
+    worker.start_stores(many(MAX_STORES + 1))
+    worker.use(None)
+    for job in client.jobs:
+        job.end(ServerGoneError("this client was closed"))
+    told(worker)
+    report = worker.take_report()
+    assert report is not None
+    assert len(report.ended) == MAX_STORES + 1
+    awake = Client()
+    worker.use(awake)  # type: ignore[arg-type]
+    told(worker)
+    assert not awake.jobs
 
 
 def test_an_idle_step_waits_for_a_job_but_not_long(client: Client, make: Make) -> None:

@@ -94,12 +94,16 @@ class Server:
         self.there = 0
         self.coming = 0
         self.usable = True
+        self.slow = False
+        self.withdrawn: list[str] = []
         self.leases: set[int] = set()
         self.asked: list[tuple[str, int, KeyContext]] = []
         self.forgotten: list[str] = []
         self._by_name: dict[str, int] = {}
 
-    def lookup(self, name: str, tokens: Sequence[int], context: KeyContext) -> Lookup:
+    def lookup(self, name: str, tokens: Sequence[int], context: KeyContext) -> Lookup | None:
+        if self.slow:
+            return None
         self.asked.append((name, len(tokens), context))
         if not self.there:
             return Lookup(0, 0, self.coming)
@@ -111,6 +115,9 @@ class Server:
         if lease_id:
             self.leases.remove(lease_id)
             self._by_name = {name: lease for name, lease in self._by_name.items() if lease != lease_id}
+
+    def withdraw(self, name: str) -> None:
+        self.withdrawn.append(name)
 
     def forget(self, name: str) -> None:
         self.forgotten.append(name)

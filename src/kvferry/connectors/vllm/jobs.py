@@ -82,6 +82,11 @@ class JobTable:
         """Whether a store may keep so many blocks more; one may always."""
         return not self._num_held or self._num_held + num_blocks <= len(self._pool.blocks) * HELD_SHARE
 
+    def oldest_store_s(self) -> float:
+        """How long ago the oldest store was begun; 0 without any."""
+        times = (job.begun_s for job in self._jobs.values() if not job.is_load)  # in the order of their beginning
+        return self._clock() - next(times, self._clock())
+
     def youngest_s(self, *, freeing: bool = False) -> float | None:
         """How long ago the last job was begun (with `freeing`, the last whose end frees a block); None without any."""
         times = [

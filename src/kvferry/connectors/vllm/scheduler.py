@@ -24,6 +24,7 @@ ANSWER_HOLDS_S = 0.25
 # How long vLLM is asked to keep stepping, or to wait instead of preempting, for jobs that must end soon.
 SOON_S = 5.0
 VERY_SOON_S = 0.5
+STUCK_S = 3.0  # a server that has not ended a store after so long is given no other
 _LOG = logging.getLogger("vllm.kvferry")
 
 
@@ -41,7 +42,7 @@ class SchedulerRules:
 
 
 class SchedulerSide:
-    """Plans loads and stores. One thread, vLLM's scheduler's; no call waits longer than one lookup may take."""
+    """Plans loads and stores. One thread, vLLM's scheduler's; no call waits longer for the server than `Promises`."""
 
     def __init__(
         self,
@@ -178,6 +179,9 @@ class SchedulerSide:
             return 0
         request = state.request
         found = self._promises.lookup(state.name, state.tokens(request.num_tokens), state.context or KeyContext())
+        if found is None:
+            state.ask_again_s, state.asked = self._clock() + ASK_AGAIN_S, None
+            return None
         self.counters.add("lookups")
         if not found.lease_id:
             self._give_back(state)
@@ -215,6 +219,7 @@ class SchedulerSide:
     def _give_back(self, state: RequestState) -> None:
         offer, state.offer = state.offer, NO_OFFER
         self._promises.release(offer.lease_id)
+        self._promises.withdraw(state.name)
 
     def _end_load(self, state: RequestState | None, lease_id: int, *, failed: bool) -> None:
         if failed:
@@ -266,7 +271,7 @@ class SchedulerSide:
             return None
         blocks = tuple(state.blocks[: until // rules.block_size])
         held = blocks[start // rules.block_size :]
-        if not self.jobs.has_room(len(held)):
+        if not self.jobs.has_room(len(held)) or self.jobs.oldest_store_s() > STUCK_S:
             self.counters.add("stores_held_back")
             return None
         state.stored_tokens = until

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -13,12 +14,15 @@ import numpy as np
 from kvferry.client import CacheClient, Job, RetrieveResult, StoreResult
 from kvferry.connectors.vllm.counters import Counters
 from kvferry.connectors.vllm.plans import LoadPlan, StepPlan, StorePlan, WorkReport
-from kvferry.errors import KVFerryError, RequestError, ServerGoneError
+from kvferry.errors import DeadlineError, KVFerryError, RequestError, ServerGoneError
 
 # In a step that computes nothing a worker waits so long for a job, which costs less than vLLM's stepping in a circle.
 IDLE_WAIT_S = 0.002
 # Beyond the time-out: for the server to fail the load by itself, and to say that a cancelled one writes nothing more.
 GRACE_S = 1.0
+# At one time. A client has 64 events, and would wait for one; what is begun later is all the same done in time, since
+# its blocks are held until then.
+MAX_JOBS, MAX_STORES = 56, 40
 _LOG = logging.getLogger("vllm.kvferry")
 
 
@@ -60,6 +64,8 @@ class WorkerSide:
         self._clock = clock
         self._loads: list[_Load] = []
         self._stores: list[_Store] = []
+        self._loads_to_begin: deque[tuple[float, LoadPlan]] = deque()  # each with the time when it came
+        self._stores_to_begin: deque[tuple[float, StorePlan]] = deque()
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report = WorkReport()
@@ -67,29 +73,13 @@ class WorkerSide:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Begin the step's loads; the server writes once the work that was queued so far is done."""
-        for load in plan.loads:
-            try:
-                if load.lease_id == 0:
-                    raise RequestError("lease", "vLLM loads other tokens than were promised")
-                skip_tokens = load.skip_blocks * load.block_size
-                job = self._connected().retrieve(
-                    load.lease_id, load.block_ids, skip_tokens, timeout_s=self._load_timeout_s
-                )
-            except KVFerryError as error:
-                self._fail_load(load, error, load.target_ids)
-            else:
-                self._loads.append(_Load(load, job, self._clock()))
+        self._loads_to_begin.extend((self._clock(), load) for load in plan.loads)
+        self._begin()
 
     def start_stores(self, plan: StepPlan) -> None:
         """Begin the step's stores; the server reads once the work that was queued so far is done."""
-        for store in plan.stores:
-            tokens = np.frombuffer(store.tokens, dtype="<i4")
-            try:
-                job = self._connected().store(tokens, store.block_ids, store.start_token, context=store.context)
-            except KVFerryError as error:
-                self._fail_store(store, error)
-            else:
-                self._stores.append(_Store(store, job))
+        self._stores_to_begin.extend((self._clock(), store) for store in plan.stores)
+        self._begin()
 
     def poll(self, *, idle: bool) -> None:
         """See which jobs have ended. In an `idle` step a moment is spent on waiting for one."""
@@ -98,6 +88,8 @@ class WorkerSide:
                 waiting.wait(IDLE_WAIT_S)
         self._loads = [load for load in self._loads if not self._end_load(load)]
         self._stores = [store for store in self._stores if not self._end_store(store)]
+        self._begin()
+        self._fail_unbegun(self._clock() - self._load_timeout_s, "earlier jobs have not ended")
 
     def take_received(self) -> set[str]:
         """Requests whose loads have ended, well or not, since the last time."""
@@ -126,10 +118,50 @@ class WorkerSide:
         former, self._client = self._client, client
         if former is not None:
             former.close()
+        self._fail_unbegun(self._clock(), "the KV cache is no longer registered")
 
     def close(self) -> None:
         """Hang up. Idempotent."""
         self.use(None)
+
+    @property
+    def _num_jobs(self) -> int:
+        return len(self._loads) + len(self._stores)
+
+    def _begin(self) -> None:
+        """Begin what waits, as far as there is room."""
+        while self._loads_to_begin and self._num_jobs < MAX_JOBS:
+            self._begin_load(self._loads_to_begin.popleft()[1])
+        while self._stores_to_begin and self._num_jobs < MAX_JOBS and len(self._stores) < MAX_STORES:
+            self._begin_store(self._stores_to_begin.popleft()[1])
+
+    def _begin_load(self, load: LoadPlan) -> None:
+        try:
+            if load.lease_id == 0:
+                raise RequestError("lease", "vLLM loads other tokens than were promised")
+            skip_tokens = load.skip_blocks * load.block_size
+            job = self._connected().retrieve(load.lease_id, load.block_ids, skip_tokens, timeout_s=self._load_timeout_s)
+        except KVFerryError as error:
+            self._fail_load(load, error, load.target_ids)
+        else:
+            self._loads.append(_Load(load, job, self._clock()))
+
+    def _begin_store(self, store: StorePlan) -> None:
+        tokens = np.frombuffer(store.tokens, dtype="<i4")
+        try:
+            job = self._connected().store(tokens, store.block_ids, store.start_token, context=store.context)
+        except KVFerryError as error:
+            self._fail_store(store, error)
+        else:
+            self._stores.append(_Store(store, job))
+
+    def _fail_unbegun(self, until_s: float, why: str) -> None:
+        """Fail what came before `until_s` and could not begin yet: the server has not heard of it."""
+        while self._loads_to_begin and self._loads_to_begin[0][0] <= until_s:
+            load = self._loads_to_begin.popleft()[1]
+            self._fail_load(load, DeadlineError(why), load.target_ids)
+        while self._stores_to_begin and self._stores_to_begin[0][0] <= until_s:
+            self._fail_store(self._stores_to_begin.popleft()[1], DeadlineError(why))
 
     def _connected(self) -> CacheClient:
         if self._client is None:
