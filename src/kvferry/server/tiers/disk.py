@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 from kvferry.cache import Chunk, ChunkIndex, ChunkState, Reservation, Space
 from kvferry.cache.tiers import ChunkName
 from kvferry.cache.tiers.disk import StoredChunk
-from kvferry.server.net.rounds import Budget
+from kvferry.server.net.rounds import ITEM_S, Budget
 from kvferry.server.tiers.clears import Files, OnGone
+from kvferry.server.tiers.cuts import Cut, Cuts
 from kvferry.server.tiers.deletions import Deletions
 from kvferry.server.tiers.files import FilePool, Search, file_bytes
 from kvferry.server.tiers.queue import TierQueue, name_of
@@ -23,6 +24,7 @@ _LOG = logging.getLogger(__name__)
 _MEASURE_S = 1.0
 _NO_LIMIT = 1 << 63
 _NO_NUMBER = -1
+_STEPS_AT_ONCE = 256  # some 1 ms
 
 
 class DiskSide:
@@ -41,6 +43,7 @@ class DiskSide:
         self._chunks: dict[int, Chunk] = {}  # by the pool's number; that have a file, or may get one
         self._files = Files()
         self._deletions = Deletions(queue, self.index, self._files)
+        self._cuts = Cuts(self.index, self._on_cut)
         self._unwritten: dict[ChunkName, Chunk] = {}
         self._unwritten_bytes = 0
         self._scan = Search()
@@ -62,26 +65,31 @@ class DiskSide:
     @property
     def settled(self) -> bool:
         """Whether as much room is free as there will be."""
-        return not (self.scanning or self._measure_at is None or self._deletions.going_on)
+        return not (self.scanning or self._measure_at is None or self._deletions.going_on or self._forgetting)
 
     @property
     def leaving(self) -> bool:
         """Whether files are about to be deleted, or to be found for that."""
-        return self._deletions.to_come or (self.scanning and bool(self._scan.cleared))
+        return self._deletions.to_come or self._forgetting or (self.scanning and bool(self._scan.cleared))
+
+    @property
+    def _forgetting(self) -> bool:
+        """Whether some of what was forgotten still takes room."""
+        return self.index.sweeping or bool(len(self._cuts))
 
     def can_write(self, names: Iterable[ChunkName]) -> bool:
         """Whether files of these names may be written now."""
-        return not self.scanning and not any(name in self._deletions or self._is_late(name) for name in names)
+        return not self.scanning and not any(map(self._is_leaving, names))
 
     def lookup(self, space: Space, keys: Sequence[bytes]) -> int:
         """How many of `keys`, from the first on, are on disk."""
         last = self.index.lookup(space, keys)
-        return 0 if last is None else last.depth
+        return 0 if last is None else min(last.depth, self._cuts.limit(space, keys))
 
     def find(self, space: Space, key: bytes) -> Chunk | None:
         """The chunk of that key, if it can be read."""
         chunk = self.index.find(space, key)
-        return chunk if chunk is not None and chunk.visible else None
+        return chunk if chunk is not None and chunk.visible and not self._cuts.cover(chunk) else None
 
     def use(self, space: Space, key: bytes) -> None:
         """The chain that ends with `key` is in use, in memory."""
@@ -122,26 +130,46 @@ class DiskSide:
 
     def discard(self, chunk: Chunk) -> None:
         """Forget a chunk and all below it."""
-        self.index.discard(chunk)
-        self._deletions.begin()
+        self._cut(chunk)
 
     def clear(self, space: Space, key: bytes | None, on_gone: OnGone) -> None:
         """Forget a chunk and all below it, or (with no key) a whole space, found already or not.
 
         `on_gone` is called once their files are gone, and those that were on their way out before.
         """
-        chunk = None if key is None else self.index.find(space, key)
         self.hurry()
+        chunk = None if key is None else self.index.find(space, key)
         if self.scanning:
             self._scan.cleared.add(space if key is None else ChunkName(space.digest, key))
             self._scan.waits.append((space, key, on_gone))
-        else:
-            self._files.wait(space, None if key is None else self._leaving_of(space, chunk), on_gone)
+            on_gone = _nobody_waits
         if key is None:
-            self.index.discard_space(space)
-        elif chunk is not None:
-            self.index.discard(chunk)
+            self._files.wait(space, None, on_gone)
+            self.index.forget_space(space)
+            self.index.sweep(ITEM_S)
+        elif chunk is not None and chunk.state is not ChunkState.GONE:
+            self._cut(chunk, on_gone)
+        else:
+            self._files.wait(space, self._leaving_of(space), on_gone)
         self._deletions.begin()
+
+    def _cut(self, chunk: Chunk, on_gone: OnGone | None = None) -> None:
+        """Forget a chunk and all below it, at once where that is little."""
+        if chunk.state is not ChunkState.GONE:
+            cut = self._cuts.add(chunk)
+            cut.waiting += [] if on_gone is None else [on_gone]
+            for _ in range(_STEPS_AT_ONCE):
+                if not self._cuts.step():
+                    break
+        self._deletions.begin()
+
+    def _on_cut(self, cut: Cut) -> None:
+        """Nothing of it is in the index any more."""
+        if cut.waiting:
+            self._deletions.hurry()
+            leaving = self._leaving_of(cut.root.space)
+            for on_gone in cut.waiting:
+                self._files.wait(cut.root.space, leaving, on_gone)
 
     def hurry(self) -> None:
         """Try again now what could not be deleted."""
@@ -157,15 +185,13 @@ class DiskSide:
     @property
     def more(self) -> bool:
         """Whether `work` has more to do."""
-        return self._trimming or self._deletions.more
+        return self._trimming or bool(len(self._cuts)) or self._deletions.more
 
     def work(self, budget: Budget) -> None:
         """Go on to keep within the limit, and to delete what is gone."""
-        self._trimming = self._trimming and budget.spend(self._trim_one)
+        budget.spend(self._cuts.step)
+        self._trimming = self._trimming and budget.spend(self.index.trim_one)
         budget.spend(self._deletions.begin)
-
-    def _trim_one(self) -> bool:
-        return self.pool.used_bytes > self.pool.capacity_bytes and self.index.evict_one()
 
     def measure(self) -> None:
         """Find out how much the disk really holds, and keep to that."""
@@ -186,7 +212,11 @@ class DiskSide:
         if scanned.ended:
             scan, self._scan = self._scan, Search(num_torn=scanned.num_torn)
             for space, key, on_gone in scan.waits:
-                self._files.wait(space, None if key is None else self._leaving_of(space, None), on_gone)
+                cut = None if key is None else self._cuts.get(ChunkName(space.digest, key))
+                if cut is not None:
+                    cut.waiting.append(on_gone)
+                else:
+                    self._files.wait(space, None if key is None else self._leaving_of(space), on_gone)
             self._trimming = True
             _LOG.info("the disk tier has %d chunks in %d bytes", len(self.index), self.pool.used_bytes)
         self._deletions.begin()
@@ -221,15 +251,16 @@ class DiskSide:
         self._chunks[chunk.offset] = chunk
         self._files.come(chunk)
 
-    def _is_late(self, name: ChunkName) -> bool:
-        """Whether a file of that name is being written for a chunk that was forgotten, and may come at any time."""
+    def _is_leaving(self, name: ChunkName) -> bool:
+        """Whether a file of that name is about to go, or is being written for a chunk that was forgotten."""
         chunk = self._unwritten.get(name)
-        return chunk is not None and chunk.state is ChunkState.GONE
+        late = chunk is not None and chunk.state is ChunkState.GONE
+        return late or name in self._deletions or name in self._cuts
 
-    def _leaving_of(self, space: Space, root: Chunk | None) -> set[Chunk]:
-        """What `root` takes with it, and what else of the space is on its way out."""
+    def _leaving_of(self, space: Space) -> set[Chunk]:
+        """What of a space is on its way out."""
         late = (chunk for chunk in self._unwritten.values() if chunk.state is ChunkState.GONE and chunk.space == space)
-        return {*(() if root is None else root.below()), *self._deletions.of(space), *late}
+        return {*self._deletions.of(space), *late}
 
     def _on_free(self, number: int) -> None:
         chunk = self._chunks.pop(number, None)
@@ -242,3 +273,7 @@ class DiskSide:
             room = self.pool.used_bytes - self._unwritten_bytes + self._deletions.nbytes + done.value
             self.pool.capacity_bytes = min(self._limit_bytes, room)
             self._trimming = True
+
+
+def _nobody_waits(text: str) -> None:
+    """Who waits is told later, once it is known what was there."""
