@@ -1,9 +1,8 @@
-"""The CUDA copier over the double of the driver: every case against the oracle, cancelling, failing, cleaning up."""
+"""The CUDA copier's kernel over the double of an old driver: every case against the oracle, cancelling, failing."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import shutil
 import threading
 from collections.abc import Iterator
@@ -11,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from copy_layouts import CASES, UNTOUCHED, Case, make_case
+from copy_checks import check_gather, check_scatter, chunks_in, flat_side, idle, planned
+from copy_layouts import CASES, UNTOUCHED, make_case
 from doubles import copy_kernel, fake_cuda
-from kvferry.copy import ChunkMap, CopyPlan, CudaCopier, oracle
-from kvferry.copy.oracle import Bytes
+from kvferry.copy import CopyPlan, CudaCopier, oracle
 from kvferry.cuda.device import bound
 from kvferry.errors import CopyCancelled, CudaError
 
@@ -29,7 +28,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
 
 @pytest.fixture(params=["twin", "source"])
 def driver(request: pytest.FixtureRequest, compiled: ctypes.CDLL | None) -> Iterator[fake_cuda.FakeDriver]:
-    with fake_cuda.installed() as driver:
+    with fake_cuda.installed(old=True) as driver:
         if request.param == "twin":
             copy_kernel.install(driver)
         elif compiled is None:
@@ -43,47 +42,6 @@ def driver(request: pytest.FixtureRequest, compiled: ctypes.CDLL | None) -> Iter
 def copier(driver: fake_cuda.FakeDriver) -> Iterator[CudaCopier]:
     with CudaCopier(0, STAGING) as copier:
         yield copier
-
-
-def flat_side(case: Case, shift: int = 0) -> tuple[Bytes, list[int]]:
-    memory = np.frombuffer(mmap.mmap(-1, case.num_chunks * (case.chunk_bytes + 16) + 64), dtype=np.uint8)
-    memory[:] = UNTOUCHED
-    start = memory.ctypes.data + shift
-    # Every other chunk follows its neighbour without a gap.
-    return memory, [start + index * case.chunk_bytes + index // 2 * 16 for index in range(case.num_chunks)]
-
-
-def planned(case: Case, storages: list[Bytes], flats: list[int], skip: int = 0) -> CopyPlan:
-    bases = [storage.ctypes.data for storage in storages]
-    return ChunkMap(case.layout, bases, case.per_chunk).plan(case.ids, flats, skip)
-
-
-def chunks_in(memory: Bytes, case: Case, flats: list[int]) -> list[Bytes]:
-    return [memory[flat - memory.ctypes.data :][: case.chunk_bytes] for flat in flats]
-
-
-def check_gather(copier: CudaCopier, case: Case, shift: int) -> None:
-    storages = case.random_storages(3)
-    memory, flats = flat_side(case, shift)
-    copier.gather(planned(case, storages, flats))
-    expected = oracle.gather(case.layout, storages, case.ids, num_chunks=case.num_chunks)
-    for found, chunk in zip(chunks_in(memory, case, flats), expected, strict=True):
-        assert np.array_equal(found, chunk)
-        found[:] = UNTOUCHED
-    assert np.all(memory == UNTOUCHED)
-
-
-def check_scatter(copier: CudaCopier, case: Case, skip: int) -> None:
-    chunks = case.random_chunks(4)
-    memory, flats = flat_side(case)
-    for place, chunk in zip(chunks_in(memory, case, flats), chunks, strict=True):
-        place[:] = chunk
-    found = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.storage_bytes]
-    expected = [storage.copy() for storage in found]
-    copier.scatter(planned(case, found, flats, skip))
-    oracle.scatter(case.layout, expected, case.ids, chunks, skip)
-    for one, other in zip(found, expected, strict=True):
-        assert np.array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -229,7 +187,3 @@ def test_forgotten_copier_warns(driver: fake_cuda.FakeDriver) -> None:
 def test_sizes_out_of_range(staging: int, ctas: int) -> None:
     with pytest.raises(ValueError, match="staging of"):
         CudaCopier(0, staging, max_ctas=ctas)
-
-
-def idle(driver: fake_cuda.FakeDriver) -> bool:
-    return all(stream.idle() for stream in driver.fake._streams.values())

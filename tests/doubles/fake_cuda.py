@@ -22,9 +22,11 @@ from kvferry.cuda.driver import Driver, set_driver_for_testing
 class FakeDriver(Driver):
     """The real `Driver` over the double; `fake` has its inside: calls counted, failures to come, kernels."""
 
-    def __init__(self, visible: Sequence[int] = (0,), *, mig: bool = False) -> None:
+    def __init__(self, visible: Sequence[int] = (0,), *, mig: bool = False, old: bool = False) -> None:
         self.fake = FakeWork(visible, mig)
         super().__init__(self.fake)
+        if old:
+            del self._functions["cuMemcpyBatchAsync_v2"]
 
     def make_tensor(self, address: int, nbytes: int, device: int, owner: object) -> torch.Tensor:
         assert self.fake.device() == device, "make_tensor needs the device's context"
@@ -41,9 +43,9 @@ class FakeDriver(Driver):
 
 
 @contextlib.contextmanager
-def installed(visible: Sequence[int] = (0,), *, mig: bool = False) -> Iterator[FakeDriver]:
-    """Use a new double as this process's driver inside the block."""
-    driver = FakeDriver(visible, mig=mig)
+def installed(visible: Sequence[int] = (0,), *, mig: bool = False, old: bool = False) -> Iterator[FakeDriver]:
+    """Use a new double as this process's driver inside the block; an `old` one is from before CUDA 13."""
+    driver = FakeDriver(visible, mig=mig, old=old)
     set_driver_for_testing(driver)
     try:
         yield driver

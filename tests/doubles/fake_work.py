@@ -216,6 +216,23 @@ class FakeWork(FakeVmm):
 
     do_cuMemcpyHtoDAsync_v2 = do_cuMemcpyAsync
 
+    def do_cuMemcpyBatchAsync_v2(self, *args: Any) -> None:
+        """One order of access for all, which the first index says; sizes of 0 and the default stream are refused."""
+        *lists, count, attributes, first, num_attributes, handle = args
+        if not (handle and count and num_attributes == 1 and first._obj.value == 0):
+            raise Refused(INVALID_VALUE)
+        if attributes._obj.source_access_order not in (1, 2, 3) or attributes._obj.flags:
+            raise Refused(INVALID_VALUE)
+        targets, sources, sizes = (list((ctypes.c_uint64 * count).from_address(place)) for place in lists)
+        if 0 in sizes:
+            raise Refused(INVALID_VALUE)
+
+        def copy() -> None:
+            for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+                ctypes.memmove(target, source, nbytes)
+
+        self.stream(handle).push(copy)
+
     def do_cuMemsetD8Async(self, dst: int, value: int, nbytes: int, handle: int) -> None:
         self.stream(handle).push(functools.partial(_discard, ctypes.memset, dst, value, nbytes))
 

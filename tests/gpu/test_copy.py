@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from copy_layouts import CASES, UNTOUCHED, Case, layout_of, make_case
+from doubles.vmm_pool import VmmPool
 from kvferry.copy import ChunkMap, CopyPlan, CudaCopier, oracle
 from kvferry.copy.oracle import Bytes
 from kvferry.errors import CopyCancelled
@@ -128,6 +130,32 @@ def test_round_trip_of_a_large_cache() -> None:
         blocks, copied = (tensor.view(-1, 160, 64 << 10) for tensor in (one, other))
         assert torch.equal(blocks[:, used], copied[:, used])
         assert bool((copied[:, ~used] == UNTOUCHED).all())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_copy_engine_alone(copier: CudaCopier, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Blocks of any size go without the kernel, too, at any alignment, with any number skipped."""
+    monkeypatch.setattr("kvferry.copy.cuda.MIN_RUN_BYTES", 0)
+    test_gather(copier, name, 1)
+    test_scatter(copier, name, 4, 0.0)
+    test_scatter(copier, name, 0, 0.4)
+
+
+def test_the_copy_engine_alone_in_virtual_memory() -> None:
+    """Blocks that cross the edges of physical chunks."""
+    case = make_case([3 << 20], num_blocks=20, per_chunk=2, num_chunks=10)
+    with closing(VmmPool(case.storage_bytes[0])) as pool, CudaCopier(0) as copier:
+        cache = pool.tensor()
+        cache.copy_(torch.randint(0, 256, cache.shape, dtype=torch.uint8, device="cuda:0"))
+        wanted = cache.clone()
+        torch.cuda.synchronize()
+        memory, flats = pinned_chunks(case, 0)
+        copier.gather(planned(case, [cache], flats))
+        cache.fill_(UNTOUCHED)
+        torch.cuda.synchronize()
+        copier.scatter(planned(case, [cache], flats))
+        assert torch.equal(cache, wanted)
+        assert memory[-1] == UNTOUCHED
 
 
 def test_cancel_waits_and_the_next_copy_is_right() -> None:

@@ -1,13 +1,14 @@
-"""Copies that wait for events: who is asked, in which order they begin, and that all of them end."""
+"""The queue of copies: who is asked for events, in which order copies begin, that both directions go on at once."""
 
 from __future__ import annotations
 
 import time
 from typing import Any, cast
 
+from kvferry.copy import Steps
 from kvferry.ipc.events import Ticket
 from kvferry.server.work.copies import CopyQueue
-from kvferry.server.work.device import HostDevice
+from kvferry.server.work.device import Device
 from kvferry.server.work.opened import OpenedCache
 from kvferry.server.work.tasks import CopyDone, CopyTask, Direction
 
@@ -24,36 +25,71 @@ class Events:
         return ticket.value in self.done
 
 
+class Plan:
+    """Of one job, or a part of it."""
+
+    def __init__(self, job: int) -> None:
+        self.job = job
+
+    def part(self, start: int, stop: int) -> Plan:
+        return self
+
+
 class Cache:
     """An open cache of which nothing is copied."""
 
     def __init__(self) -> None:
         self.events: Events = Events()
 
-    def plan(self, task: CopyTask, pool_address: int) -> None:
-        return None
+    def plan(self, task: CopyTask, pool_address: int) -> Plan:
+        return Plan(task.job_id)
+
+
+class Notes:
+    """A device whose copies have four steps, of which it keeps a list."""
+
+    def __init__(self) -> None:
+        self.steps_taken: list[int] = []  # by job
+        self.in_flight: set[int] = set()
+        self.copiers = dict.fromkeys(Direction, self)
+
+    def steps(self, plan: Plan, *, to_flat: bool) -> Steps:
+        self.in_flight.add(plan.job)
+        try:
+            for number in range(4):
+                yield number
+                self.steps_taken.append(plan.job)
+        finally:
+            self.in_flight.discard(plan.job)
+
+    def is_fatal(self, error: Exception) -> bool:
+        return False
+
+    @property
+    def begun(self) -> list[int]:
+        return list(dict.fromkeys(self.steps_taken))
 
 
 class Copies(CopyQueue):
-    """Notes what it would copy."""
+    """With one cache, and a device that only takes notes."""
 
     def __init__(self, cache: Cache) -> None:
         self.done: list[CopyDone] = []
         super().__init__({1: cast(OpenedCache, cache)}, memory_address=0, post=self.done.append)
-        self.begun: list[int] = []
+        self.device = Notes()
 
-    def _copy(self, copy: Any, stop: int, device: Any) -> None:
-        self.begun.append(copy.task.job_id)
+    def take_step(self) -> None:
+        self.step(cast(Device, self.device))
 
     def _chunks_a_step(self, task: CopyTask, device: Any) -> int:
         return len(task.offsets)
 
 
-def task(job: int, timeout_s: float = 60.0) -> CopyTask:
+def task(job: int, timeout_s: float = 60.0, direction: Direction = Direction.GATHER) -> CopyTask:
     return CopyTask(
         cache_id=1,
         job_id=job,
-        direction=Direction.GATHER,
+        direction=direction,
         block_ids=bytes(4),
         offsets=(0,),
         skip_blocks=0,
@@ -79,11 +115,10 @@ def test_jobs_of_one_turn_begin_in_order_and_all_of_them() -> None:
     for job in range(1, 51):
         copies.add(task(job))
     cache.events.done.update(range(1, 51))
-    device = HostDevice()
     while copies.wait_s is not None:
         copies.poll()
-        copies.step(device)
-    assert copies.begun == list(range(1, 51))
+        copies.take_step()
+    assert copies.device.begun == list(range(1, 51))
     assert [done.failure for done in copies.done] == [None] * 50
 
 
@@ -105,5 +140,52 @@ def test_events_that_come_out_of_order_let_their_jobs_begin() -> None:
         copies.add(task(job))
     cache.events.done.add(3)
     copies.poll()
-    copies.step(HostDevice())
-    assert copies.begun == [3]
+    copies.take_step()
+    copies.take_step()
+    assert copies.device.begun == [3]
+
+
+def started(*tasks: CopyTask) -> Copies:
+    """All of them ready, and one step taken in each direction."""
+    cache = Cache()
+    copies = Copies(cache)
+    cache.events.done.update(each.job_id for each in tasks)
+    for each in tasks:
+        copies.add(each)
+    copies.take_step()
+    copies.take_step()
+    return copies
+
+
+def test_a_retrieve_does_not_wait_for_the_store_that_is_under_way() -> None:
+    copies = started(task(1))
+    copies._caches[1].events.done.add(2)  # type: ignore[union-attr]
+    copies.add(task(2, direction=Direction.SCATTER))
+    for _ in range(3):
+        copies.take_step()
+    assert copies.device.steps_taken == [1, 1, 1, 2, 1, 2]
+    assert copies.device.in_flight == {2}
+    while copies.wait_s is not None:
+        copies.take_step()
+    assert [(done.job_id, done.failure) for done in copies.done] == [(1, None), (2, None)]
+
+
+def test_a_cancelled_copy_ends_between_its_steps_with_nothing_in_flight() -> None:
+    copies = started(task(1), task(2))
+    copies.cancel(1)
+    copies.take_step()
+    assert copies.device.in_flight == set()
+    assert [(done.job_id, done.failure and done.failure.code) for done in copies.done] == [(1, "cancelled")]
+    while copies.wait_s is not None:
+        copies.take_step()
+    assert copies.device.steps_taken == [1, 2, 2, 2, 2]
+
+
+def test_a_cache_is_dropped_with_nothing_in_flight() -> None:
+    copies = started(task(1), task(2), task(3, direction=Direction.SCATTER))
+    assert copies.device.in_flight == {1, 3}
+    copies.drop_cache(1)
+    assert copies.device.in_flight == set()
+    assert sorted(done.job_id for done in copies.done) == [1, 2, 3]
+    assert {done.failure and done.failure.code for done in copies.done} == {"cancelled"}
+    assert copies.wait_s is None

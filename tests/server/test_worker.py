@@ -177,12 +177,12 @@ class Broken(HostDevice):
     """A device whose context is lost at the first copy."""
 
     class _Copier(HostCopier):
-        def gather(self, *_: Any) -> None:
+        def steps(self, *_: Any, **__: Any) -> Any:
             raise CudaError("cuStreamSynchronize", 700, "illegal address", 0)
 
     def __init__(self) -> None:
         super().__init__()
-        self.copier = self._Copier()
+        self.copiers = dict.fromkeys(Direction, self._Copier())
 
     def is_fatal(self, error: Exception) -> bool:
         return isinstance(error, CudaError)
@@ -303,7 +303,7 @@ def test_a_cache_with_many_jobs_takes_turns_with_others(bench: Bench) -> None:
     while copies.wait_s == 0.0:
         copies.step(device)
     del bench.worker._caches[2]
-    assert order == [20, 30, 10, 11, 12, 13, 14]
+    assert order == [30, 20, 10, 11, 12, 13, 14], "no turn waits for another cache, and none for the other direction"
 
 
 def test_memory_comes_in_pieces_that_do_not_touch() -> None:

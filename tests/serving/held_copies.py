@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from kvferry.copy import HostCopier
+from kvferry.copy import HostCopier, Steps
 from kvferry.server.work.device import HostDevice
 
 _LONGEST_S = 30.0
@@ -20,23 +20,25 @@ class HeldCopies:
     def __init__(self, at: int, *, stoppable: bool) -> None:
         self.holds = threading.Event()
         self.go = threading.Event()
-        self._scatter = HostCopier.scatter
+        self._steps = HostCopier.steps
         self._step_bytes = HostDevice.step_bytes
-        scatter, number = self._scatter, 0
+        steps, number = self._steps, 0
 
-        def wait_and_scatter(copier: HostCopier, plan: Any, cancelled: Any = None) -> None:
+        def wait_and_copy(copier: HostCopier, plan: Any, *, to_flat: bool) -> Steps:
             nonlocal number
-            number += 1
-            if number == at:
+            number += not to_flat
+            if number == at and not to_flat:
                 self.holds.set()
                 self.go.wait(_LONGEST_S)
-            scatter(copier, plan, cancelled if stoppable else None)
+            for done_bytes in steps(copier, plan, to_flat=to_flat):
+                if stoppable or to_flat:
+                    yield done_bytes
 
-        HostCopier.scatter = wait_and_scatter  # type: ignore[assignment,method-assign]
+        HostCopier.steps = wait_and_copy  # type: ignore[assignment,method-assign]
         HostDevice.step_bytes = 1
 
     def let_go(self) -> None:
         """The copy goes on; later ones do not wait."""
-        HostCopier.scatter = self._scatter  # type: ignore[method-assign]
+        HostCopier.steps = self._steps  # type: ignore[method-assign]
         HostDevice.step_bytes = self._step_bytes
         self.go.set()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 
-from kvferry.copy.copier import Cancelled, check_cancelled
+from kvferry.copy.copier import Copier, Steps
+from kvferry.copy.direct import MIN_RUN_BYTES, DirectCopies, mean_run_bytes
 from kvferry.copy.kernel import CopyKernel
 from kvferry.copy.plan import CopyPlan
 from kvferry.copy.staging import StagingHalf
@@ -16,12 +17,17 @@ _MIN_STAGING_BYTES = 2 * ALIGNMENT
 _MAX_STAGING_BYTES = 256 << 20
 
 
-class CudaCopier:
-    """Two halves of staging take turns: while the copy engine moves one, a small kernel fills or empties the other.
+class CudaCopier(Copier):
+    """Copies in one of two ways, each as fast as one big copy where it is used.
+
+    Where at least `MIN_RUN_BYTES` lie side by side on both sides, the copy engine takes every block to its place. Else
+    two halves of staging take turns: while the copy engine moves one, a small kernel fills or empties the other. The
+    first way leaves an engine on the same GPU alone; the second, while that is busy, has to take turns with it and runs
+    at half its speed. An older driver knows only the second.
 
     The paged side are device addresses, mapped in this process; the flat side is pinned host memory, and chunks that
-    touch lie in memory that was pinned at once. The kernel takes at most `max_ctas` blocks of 512 threads, so that an
-    engine on the same GPU hardly notices it. For one thread at a time.
+    touch lie in memory that was pinned at once. The kernel takes at most `max_ctas` blocks of 512 threads. For one
+    thread at a time.
 
     What ran on the paged memory before in other streams has to be done before `gather` or `scatter` is called.
     """
@@ -37,15 +43,8 @@ class CudaCopier:
         self._max_ctas = max_ctas
         self._kernel: CopyKernel | None = None
         self._halves: tuple[StagingHalf, ...] = ()
+        self._direct: DirectCopies | None = None
         self._undo = ExitStack()
-
-    def gather(self, plan: CopyPlan, cancelled: Cancelled | None = None) -> None:
-        """Copy from the paged side to the flat side; ValueError where the plan skips a part of a chunk."""
-        self._copy(plan.in_order(whole=True), cancelled, to_flat=True)
-
-    def scatter(self, plan: CopyPlan, cancelled: Cancelled | None = None) -> None:
-        """Copy from the flat side to the paged side. Of a chunk of which a part is skipped all is read."""
-        self._copy(plan.in_order(whole=False), cancelled, to_flat=False)
 
     def warm(self) -> None:
         """Compile the kernel and allocate the staging, if that is still to be done."""
@@ -53,7 +52,7 @@ class CudaCopier:
 
     def close(self) -> None:
         """Give the staging back; idempotent. A later copy makes it anew."""
-        self._kernel, self._halves = None, ()
+        self._kernel, self._halves, self._direct = None, (), None
         self._undo.close()
 
     def __enter__(self) -> CudaCopier:
@@ -69,19 +68,30 @@ class CudaCopier:
     def __repr__(self) -> str:
         return f"<CudaCopier on device {self.device}, {'ready' if self._halves else 'closed'}>"
 
-    def _copy(self, plan: CopyPlan, cancelled: Cancelled | None, *, to_flat: bool) -> None:
+    def _steps(self, plan: CopyPlan, *, to_flat: bool) -> Steps:
+        kernel = self._ready()
+        if self._direct is not None and mean_run_bytes(plan) >= MIN_RUN_BYTES:
+            return self._direct.steps(plan, to_flat=to_flat)
+        return self._staged_steps(plan, kernel, to_flat=to_flat)
+
+    def _staged_steps(self, plan: CopyPlan, kernel: CopyKernel, *, to_flat: bool) -> Steps:
         if not len(plan.flats):
             return
-        kernel = self._ready()
-        steps = cut_steps(plan, buffer_bytes=self._half_bytes, growing=to_flat)
-        with bound(self.device) as drv, ExitStack() as drained:
-            for half in self._halves:
-                drained.callback(half.drain, drv)
-            kernel.load(drv, plan, stream=self._halves[0].stream)
-            self._halves[1].follow(drv, self._halves[0])
-            for index, step in enumerate(steps):
-                check_cancelled(cancelled, step.begin)
-                self._halves[index % 2].submit(drv, step, kernel, to_flat=to_flat)
+        # The context is bound anew for each step: between two, the thread may do other work.
+        with ExitStack() as drained:
+            with bound(self.device) as drv:
+                for half in self._halves:
+                    drained.callback(self._drain, half)
+                kernel.load(drv, plan, stream=self._halves[0].stream)
+                self._halves[1].follow(drv, self._halves[0])
+            for index, step in enumerate(cut_steps(plan, buffer_bytes=self._half_bytes, growing=to_flat)):
+                yield step.begin
+                with bound(self.device) as drv:
+                    self._halves[index % 2].submit(drv, step, kernel, to_flat=to_flat)
+
+    def _drain(self, half: StagingHalf) -> None:
+        with bound(self.device) as drv:
+            half.drain(drv)
 
     def _ready(self) -> CopyKernel:
         if self._kernel is not None:
@@ -96,6 +106,9 @@ class CudaCopier:
             with bound(self.device) as drv:
                 kernel.warm(drv, stream=halves[0].stream)
                 halves[0].drain(drv)
+                direct = DirectCopies(self.device) if drv.copies_batches else None
+            if direct is not None:
+                undo.callback(direct.close)
             self._undo = undo.pop_all()
-        self._kernel, self._halves = kernel, tuple(halves)
+        self._kernel, self._halves, self._direct = kernel, tuple(halves), direct
         return kernel

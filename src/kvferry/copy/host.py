@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from kvferry.copy.copier import Cancelled, check_cancelled
+from kvferry.copy.copier import Copier, Steps
 from kvferry.copy.plan import CopyPlan, Int64s
 from kvferry.copy.streaming import StreamingCopy
 
@@ -12,20 +12,12 @@ _STEP_BYTES = 16 << 20
 _STEP_ROWS = 1 << 18
 
 
-class HostCopier:
+class HostCopier(Copier):
     """Copies between host addresses, past the caches where the processor allows; other Python threads run meanwhile."""
 
     def __init__(self) -> None:
         streaming = StreamingCopy.load()
         self._copy_rows = _move if streaming is None else streaming.copy_rows
-
-    def gather(self, plan: CopyPlan, cancelled: Cancelled | None = None) -> None:
-        """Copy from the paged side to the flat side; ValueError where the plan skips a part of a chunk."""
-        self._copy(plan.in_order(whole=True), cancelled, to_flat=True)
-
-    def scatter(self, plan: CopyPlan, cancelled: Cancelled | None = None) -> None:
-        """Copy from the flat side to the paged side."""
-        self._copy(plan.in_order(whole=False), cancelled, to_flat=False)
 
     def warm(self) -> None:
         """Nothing to prepare."""
@@ -33,12 +25,12 @@ class HostCopier:
     def close(self) -> None:
         """Nothing that outlives the object."""
 
-    def _copy(self, plan: CopyPlan, cancelled: Cancelled | None, *, to_flat: bool) -> None:
-        """Copy in steps of some whole chunks."""
+    def _steps(self, plan: CopyPlan, *, to_flat: bool) -> Steps:
+        """Some whole chunks each."""
         chunks = plan.chunks
         a_step = max(1, min(_STEP_BYTES // chunks.chunk_bytes, _STEP_ROWS // (chunks.blocks * chunks.planes.shape[1])))
         for start in range(0, len(plan.flats), a_step):
-            check_cancelled(cancelled, start * chunks.chunk_bytes)
+            yield start * chunks.chunk_bytes
             self._copy_rows(plan.part(start, start + a_step).rows(to_flat=to_flat))
 
 

@@ -53,12 +53,8 @@ class StagingHalf:
         drv.event_record(self._event.handle, self.stream)
 
     def drain(self, drv: Driver) -> None:
-        """Wait until nothing of this half is under way; polls at first, since to be woken up takes a while."""
-        drv.event_record(self._event.handle, self.stream)
-        deadline = time.perf_counter() + _POLL_S
-        while not drv.event_query(self._event.handle):
-            if time.perf_counter() > deadline:
-                drv.event_synchronize(self._event.handle)
+        """Wait until nothing of this half is under way."""
+        drain_event(drv, self._event.handle, self.stream)
 
     def close(self) -> None:
         """Give everything back, once drained; idempotent."""
@@ -67,3 +63,12 @@ class StagingHalf:
     def _free_buffer(self) -> None:
         with bound(self.device) as drv:
             drv.mem_free(self._buffer)
+
+
+def drain_event(drv: Driver, event: int, stream: int) -> None:
+    """Record the event, and wait until what is in the stream is done; polls at first, since waking up takes a while."""
+    drv.event_record(event, stream)
+    deadline = time.perf_counter() + _POLL_S
+    while not drv.event_query(event):
+        if time.perf_counter() > deadline:
+            drv.event_synchronize(event)

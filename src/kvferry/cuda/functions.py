@@ -30,6 +30,7 @@ CAPTURE_RELAXED = 2
 
 ALLOCATION_PINNED = 1
 LOCATION_DEVICE = 1
+SOURCE_IN_STREAM_ORDER = 1
 ACCESS_READ_WRITE = 3
 GRANULARITY_MINIMUM = 0
 
@@ -106,6 +107,12 @@ class AllocationProperties(ctypes.Structure):
     )
 
 
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (("source_access_order", c_int), ("source", Location), ("target", Location), ("flags", c_uint))
+
+
 class AccessDescriptor(ctypes.Structure):
     """CUmemAccessDesc."""
 
@@ -144,6 +151,14 @@ FUNCTIONS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuMemHostGetDevicePointer_v2": (POINTER(_DEVICEPTR), c_void_p, c_uint),
         "cuMemcpyAsync": (_DEVICEPTR, _DEVICEPTR, c_size_t, _HANDLE),
         "cuMemcpyHtoDAsync_v2": (_DEVICEPTR, c_void_p, c_size_t, _HANDLE),
+        "cuMemcpyBatchAsync_v2": (
+            *((c_void_p,) * 3),
+            c_size_t,
+            POINTER(CopyAttributes),
+            POINTER(c_size_t),
+            c_size_t,
+            _HANDLE,
+        ),
         "cuMemsetD8Async": (_DEVICEPTR, ctypes.c_ubyte, c_size_t, _HANDLE),
         "cuIpcGetMemHandle": (POINTER(IpcHandle), _DEVICEPTR),
         "cuIpcOpenMemHandle_v2": (POINTER(_DEVICEPTR), IpcHandle, c_uint),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import byref, c_int, c_uint, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
 from kvferry.cuda.calls import Library
 from kvferry.cuda.functions import (
     NOT_READY,
+    SOURCE_IN_STREAM_ORDER,
     STREAM_NON_BLOCKING,
     SUCCESS,
     WAIT_VALUE_GEQ,
+    CopyAttributes,
     DeviceAttribute,
     IpcHandle,
     Uuid,
@@ -110,6 +112,20 @@ class StreamCalls(Library):
 
     def memcpy_h2d_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self.call("cuMemcpyHtoDAsync_v2", dst, src, nbytes, stream)
+
+    @property
+    def copies_batches(self) -> bool:
+        """Whether `memcpy_batch_async` is there: from CUDA 13 on."""
+        return self.has("cuMemcpyBatchAsync_v2")
+
+    def memcpy_batch_async(self, lists: tuple[int, int, int], count: int, stream: int) -> None:
+        """Many copies as one piece of work, by the copy engine, in any order among themselves.
+
+        `lists` are the addresses of three host arrays of `count` 64-bit words: targets, sources, bytes (never 0). They
+        are read before this returns. `stream` is not the default stream.
+        """
+        attributes, first = CopyAttributes(SOURCE_IN_STREAM_ORDER), c_size_t(0)
+        self.call("cuMemcpyBatchAsync_v2", *lists, count, byref(attributes), byref(first), 1, stream)
 
     def memset_async(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         self.call("cuMemsetD8Async", dst, value, nbytes, stream)

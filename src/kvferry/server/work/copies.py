@@ -6,12 +6,13 @@ its own retrieves nor other engines.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvferry.copy import CopyPlan
+from kvferry.copy import CopyPlan, Steps
 from kvferry.errors import ChunkCorruptError, CopyCancelled, KVFerryError
 from kvferry.protocol.messages import BLOCK_ID_BYTES
 from kvferry.server.failures import failure_of
@@ -19,6 +20,8 @@ from kvferry.server.work.checksums import count_good, digests_of
 from kvferry.server.work.device import Device
 from kvferry.server.work.opened import OpenedCache
 from kvferry.server.work.tasks import CopyDone, CopyTask, Direction, Failure
+
+_LOG = logging.getLogger(__name__)
 
 _FIRST_POLL_S = 0.0001
 _LAST_POLL_S = 0.002
@@ -37,6 +40,17 @@ class _Copy:
     digests: list[bytes] = field(default_factory=list)  # of what was gathered
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The part of a copy that is under way: chunks up to `stop`, after which one is damaged, or not."""
+
+    turn: tuple[int, Direction]
+    part: CopyPlan
+    steps: Steps
+    stop: int
+    damaged: bool
+
+
 class CopyQueue:
     """Belongs to the worker's thread, but for `cancel`, `settle` and `end_cache`, which any thread may call."""
 
@@ -51,6 +65,7 @@ class CopyQueue:
         self._waiting: dict[tuple[int, Direction], list[_Copy]] = {}
         self._expire_at = 0.0
         self._ready: dict[tuple[int, Direction], deque[_Copy]] = {}  # the one whose turn it is comes first
+        self._running: dict[Direction, _Run] = {}  # each of the copy that is ready first in its turn
         self._poll_s = _FIRST_POLL_S
 
     def cancel(self, job_id: int) -> None:
@@ -92,8 +107,9 @@ class CopyQueue:
         self._poll_turn(turn, time.monotonic(), all_limits=False)
 
     def drop_cache(self, cache_id: int) -> None:
-        """End all jobs of a cache, none of which is running."""
+        """End all jobs of a cache; nothing of them is in flight any more."""
         for direction in Direction:
+            self._stop((cache_id, direction))
             for copies in (self._waiting, self._ready):
                 for copy in copies.pop((cache_id, direction), ()):
                     self._end(copy, _CANCELLED)
@@ -131,57 +147,76 @@ class CopyQueue:
             self._waiting[turn] = still
 
     def step(self, device: Device) -> None:
-        """Copy the next chunks of the job whose turn it is; raises only where the device has failed for good."""
-        if not self._ready:
-            return
-        turn = next(iter(self._ready))
-        copies = self._ready.pop(turn)
-        ended = True
-        try:
-            ended = self._advance(copies[0], device)
-        finally:
-            if ended:
-                copies.popleft()
-            if copies:
-                self._ready[turn] = copies
+        """Take one step of a copy in each direction; raises only where the device has failed for good.
 
-    def _advance(self, copy: _Copy, device: Device) -> bool:
-        """Copy the job's next chunks; whether it has ended."""
-        task = copy.task
-        stop = min(copy.next_chunk + self._chunks_a_step(task, device), len(task.offsets))
+        The directions do not wait for each other: while a step of one is being taken, those of the other are under way.
+        """
+        for direction in Direction:
+            run = self._running.get(direction)
+            turn = run.turn if run is not None else next((turn for turn in self._ready if turn[1] is direction), None)
+            if turn is not None:
+                self._advance(turn, device)
+
+    def _advance(self, turn: tuple[int, Direction], device: Device) -> None:
+        """Take a step of the copy whose turn it is. It ends, or goes on in its next turn, once its part is done."""
+        copies = self._ready[turn]
+        copy, failure = copies[0], None
         try:
-            self._copy(copy, stop, device)
+            if not self._take_step(turn, copy, device):
+                return
         except CopyCancelled:
-            self._end(copy, _CANCELLED)
+            failure = _CANCELLED
         except Exception as error:
-            self._end(copy, failure_of(error))
+            failure = failure_of(error)
             if device.is_fatal(error) or not isinstance(error, (KVFerryError, MemoryError, ValueError)):
+                self._stop(turn)
+                self._end(copies.popleft(), failure)
                 raise
-        else:
-            copy.next_chunk = stop
-            if stop < len(task.offsets):
-                return False
-            self._end(copy, None)
+        self._stop(turn)
+        if failure is not None or copy.next_chunk == len(copy.task.offsets):
+            self._end(copies.popleft(), failure)
+        del self._ready[turn]
+        if copies:
+            self._ready[turn] = copies
+
+    def _take_step(self, turn: tuple[int, Direction], copy: _Copy, device: Device) -> bool:
+        """Whether the part that is under way is done, all bytes in place."""
+        if self._is_cancelled(copy):
+            raise CopyCancelled("cancelled before the step began")
+        run = self._running.get(turn[1])
+        if run is None:
+            run = self._running[turn[1]] = self._begin(turn, copy, device)
+        if next(run.steps, None) is not None:
+            return False
+        if turn[1] is Direction.GATHER and copy.task.digests is not None:
+            copy.digests += digests_of(run.part)
+        copy.next_chunk = run.stop
+        if run.damaged:
+            raise ChunkCorruptError("its bytes in memory are not those that were stored: their checksum has changed")
         return True
 
-    def _copy(self, copy: _Copy, stop: int, device: Device) -> None:
-        task = copy.task
-        if self._is_cancelled(copy):
-            raise CopyCancelled("cancelled before it began")
+    def _begin(self, turn: tuple[int, Direction], copy: _Copy, device: Device) -> _Run:
+        """The next part of a copy, up to the first chunk whose bytes are not what they were."""
+        task, direction = copy.task, turn[1]
+        stop = wanted = min(copy.next_chunk + self._chunks_a_step(task, device), len(task.offsets))
         assert copy.plan is not None
         part = copy.plan.part(copy.next_chunk, stop)
-        if task.direction is Direction.GATHER:
-            device.copier.gather(part, lambda: self._is_cancelled(copy))
-            if task.digests is not None:
-                copy.digests += digests_of(part)
+        if direction is Direction.SCATTER and task.digests is not None:
+            stop = copy.next_chunk + count_good(part, task.digests[copy.next_chunk : stop])
+            part = copy.plan.part(copy.next_chunk, stop)
+        steps = device.copiers[direction].steps(part, to_flat=direction is Direction.GATHER)
+        return _Run(turn, part, steps, stop, damaged=stop < wanted)
+
+    def _stop(self, turn: tuple[int, Direction]) -> None:
+        """Nothing of what is under way in this turn is in flight after this."""
+        run = self._running.get(turn[1])
+        if run is None or run.turn != turn:
             return
-        num_good = len(part.flats)
-        if task.digests is not None:
-            num_good = count_good(part, task.digests[copy.next_chunk : stop])
-        device.copier.scatter(part.part(0, num_good), lambda: self._is_cancelled(copy))
-        if num_good < len(part.flats):
-            copy.next_chunk += num_good
-            raise ChunkCorruptError("its bytes in memory are not those that were stored: their checksum has changed")
+        del self._running[turn[1]]
+        try:
+            run.steps.close()
+        except KVFerryError:  # the copies after it meet the same, where the device is lost
+            _LOG.exception("the copy that is being ended failed")
 
     def _chunks_a_step(self, task: CopyTask, device: Device) -> int:
         blocks = len(task.block_ids) // BLOCK_ID_BYTES // len(task.offsets)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Protocol
 
 from kvferry.copy import Copier, HostCopier
+from kvferry.server.work.tasks import Direction
 
 _POPULATE_BYTES = 8 << 20
 
@@ -14,13 +16,13 @@ class Device(Protocol):
     """One device's part of the work. Made, used and closed in the worker's thread.
 
     `step_bytes` is how much is copied for one cache before the next has its turn; `prepare_bytes` how much memory one
-    call of `prepare` may take.
+    call of `prepare` may take. Steps of the copiers of both directions take turns.
     """
 
     name: str
     step_bytes: int
     prepare_bytes: int
-    copier: Copier
+    copiers: Mapping[Direction, Copier]
 
     def prepare(self, address: int, nbytes: int) -> None:
         """Make host memory ready for fast copies."""
@@ -40,8 +42,9 @@ class HostDevice:
     prepare_bytes = _POPULATE_BYTES
 
     def __init__(self) -> None:
-        self.copier: Copier = HostCopier()
-        self.copier.warm()
+        copier = HostCopier()
+        copier.warm()
+        self.copiers: Mapping[Direction, Copier] = dict.fromkeys(Direction, copier)
 
     def prepare(self, address: int, nbytes: int) -> None:
         """Touch the memory, so that no copy has to wait for pages."""
@@ -52,4 +55,5 @@ class HostDevice:
         return False
 
     def close(self) -> None:
-        self.copier.close()
+        for copier in self.copiers.values():
+            copier.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from kvferry.copy import Copier
@@ -10,6 +11,9 @@ from kvferry.cuda.device import ordinal_of
 from kvferry.cuda.memory import register_host, unregister_host
 from kvferry.errors import CudaError, ShareError
 from kvferry.server.limits import what_limits_pinning
+from kvferry.server.work.tasks import Direction
+
+_STAGING_BYTES = 32 << 20  # of each direction
 
 # After these nothing works any more in this process: the driver is shut down (4), a fault of memory or NVLink (214,
 # 220, 226), an illegal address (700), a launch that took too long (702), a destroyed context (709), an assertion (710),
@@ -30,14 +34,15 @@ class CudaDevice:
         self._ordinal = ordinal_of(device_uuid)
         self._undo = ExitStack()
         self.name = device_uuid
-        copier = CudaCopier(self._ordinal)
-        self._undo.callback(copier.close)
+        copiers = {direction: CudaCopier(self._ordinal, _STAGING_BYTES) for direction in Direction}
         try:
-            copier.warm()
+            for copier in copiers.values():
+                self._undo.callback(copier.close)
+                copier.warm()
         except CudaError:
             self.close()
             raise
-        self.copier: Copier = copier
+        self.copiers: Mapping[Direction, Copier] = copiers
 
     def prepare(self, address: int, nbytes: int) -> None:
         """Pin the memory, for this and all other GPUs; about half a second a GiB.
