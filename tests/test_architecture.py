@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "protocol": {"ipc", "layout"},
     "server": {"cuda", "layout", "ipc", "copy", "cache", "protocol"},
     "client": {"ipc", "layout", "protocol"},
-    "reference": {"client", "layout"},
+    "p2p": {"cuda", "ipc", "layout", "copy"},
+    "reference": {"client", "p2p", "layout"},
     "connectors": {"client", "p2p", "ipc", "layout"},
     "cli": set(PARTS),
 }

@@ -32,6 +32,7 @@ NAMES = [
     "NcclPeerError",
     "NcclStuckError",
     "NotContiguousError",
+    "P2pNcclEngine",
     "PeerGoneError",
     "PoolAddressError",
     "PoolFullError",

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from kvferry.p2p.memory_pool import TensorMemoryPool as TensorMemoryPool
     from kvferry.p2p.nccl import NCCLLibrary as NCCLLibrary
     from kvferry.p2p.nccl import find_nccl_library as find_nccl_library
+    from kvferry.p2p import P2pNcclEngine as P2pNcclEngine
     from kvferry.server import CacheServer as CacheServer
 
 _HOMES = {
@@ -109,6 +110,7 @@ _HOMES = {
     "kvferry.layout": ("KVLayout",),
     "kvferry.p2p.memory_pool": ("TensorMemoryPool",),
     "kvferry.p2p.nccl": ("NCCLLibrary", "find_nccl_library"),
+    "kvferry.p2p": ("P2pNcclEngine",),
     "kvferry.server": ("CacheServer",),
 }
 

@@ -176,11 +176,12 @@ class RequestError(KVFerryError):
 
 
 class TransferError(KVFerryError):
-    """KV did not get from one engine to another, or not all of it. `code` is stable, the text is for people."""
+    """KV did not get from one engine to another, or not all of it. `code` is stable, `text` is for people."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"{text} [{code}]")
         self.code = code
+        self.text = text
 
 
 class PeerGoneError(TransferError, ConnectionError):

@@ -1,0 +1,160 @@
+"""Makes the parts of an engine, and ends them in order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvferry.errors import TransferError
+from kvferry.p2p.carriers.host import HostCarrier
+from kvferry.p2p.carriers.links import Links
+from kvferry.p2p.config import P2pConfig, new_instance_id
+from kvferry.p2p.core import Core
+from kvferry.p2p.receive.copies import Copies
+from kvferry.p2p.receive.store import RecvStore, Region
+from kvferry.p2p.signal.handshake import HOST_CARRIER, Self
+from kvferry.p2p.signal.loop import Loop
+from kvferry.p2p.signal.messages import About
+from kvferry.p2p.signal.session import Session
+from kvferry.p2p.signal.sessions import Sessions
+from kvferry.p2p.signal.sockets import Sockets
+
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"
+
+Call = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """All that an engine is made of."""
+
+    sockets: Sockets
+    loop: Loop
+    links: Links[Session]
+    copies: Copies
+    sessions: Sessions
+    core: Core
+
+    def start(self) -> None:
+        self.copies.start()
+        self.links.start()
+        self.loop.start()
+
+    def close(self) -> None:
+        """End the loop; `end` is the last that it does. Idempotent."""
+        self.loop.close()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Figures for people, made in the loop's thread."""
+        core = self.core
+        return {
+            "peers": {
+                (session.address or (session.about.address if session.about else "")): session.carrier
+                for session in self.sessions.all()
+                if session.is_up
+            },
+            "sending": len(core.outgoing),
+            "receiving": len(core.incoming),
+            "unclaimed": core.incoming.num_unclaimed,
+            "blocks_kept_beyond_lease": core.outgoing.blocks_kept_beyond_lease,
+            "used_bytes": core.store.used_bytes(),
+            "refused": dict(core.incoming.refused),
+            **dict(self.sessions.counters),
+            **dict(core.counters),
+        }
+
+
+class _Events:
+    """What other threads tell: posted to the loop, and dropped once that has ended."""
+
+    def __init__(self) -> None:
+        self.parts: Parts | None = None
+
+    def post(self, call: Call) -> None:
+        assert self.parts is not None
+        with contextlib.suppress(TransferError):
+            self.parts.loop.post(call)
+
+    @property
+    def _made(self) -> Parts:
+        assert self.parts is not None
+        return self.parts
+
+    def link_up(self, session: Session) -> None:
+        self.post(partial(self._made.sessions.link_up, session))
+
+    def link_lost(self, session: Session, reason: str) -> None:
+        self.post(partial(self._made.sessions.link_lost, session, reason))
+
+    def item_landed(self, session: Session, number: int, item: int) -> None:
+        self.post(partial(self._made.core.item_landed, session, number, item))
+
+    def released(self, number: int) -> None:
+        self.post(partial(self._made.core.source_released, number))
+
+    def landing_stopped(self, session: Session, number: int) -> None:
+        self.post(partial(self._made.core.landing_stopped, session, number))
+
+    def carrier_failed(self, session: Session, error: TransferError) -> None:
+        self.post(partial(self._made.sessions.end, session, error, tell=True))
+
+
+def assemble(config: P2pConfig) -> Parts:
+    """All parts, not started. Raises ShareError where nothing can listen at the address."""
+    events = _Events()
+    with ExitStack() as undo:
+        sockets = Sockets(config.address)
+        undo.callback(sockets.close)
+        links: Links[Session] = Links(sockets.host, events)
+        undo.callback(links.close)
+        about = About(
+            address=sockets.address,
+            host_id=_host_id(),
+            device_uuid="",
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            carriers=(HOST_CARRIER,),
+            geometry=None,
+        )
+        own = Self(new_instance_id(), config.secret, about)
+        sessions = Sessions(own, sockets, links, heartbeat_s=config.heartbeat_s, set_up_s=config.connect_timeout_s)
+        copies = Copies()
+        core = Core(sessions, RecvStore(_regions(config)), copies, events.post, lease_s=config.lease_s)
+        core.carriers[HOST_CARRIER] = HostCarrier(links, events)
+        loop = Loop(core.tick, partial(_end, events))
+        parts = events.parts = Parts(sockets, loop, links, copies, sessions, core)
+        sessions.begin(loop, core)
+        undo.pop_all()
+    return parts
+
+
+def _end(events: _Events) -> None:
+    """In the loop's thread: nothing may touch anybody's memory any more before the futures end."""
+    parts = events.parts
+    assert parts is not None
+    error = TransferError("closed", "this engine is closed")
+    for session in parts.sessions.all():
+        parts.sessions.end(session, error, tell=True)
+    parts.links.close()
+    parts.copies.close()
+    for carrier in parts.core.carriers.values():
+        carrier.close()
+    parts.core.outgoing.close(error)
+    parts.core.incoming.close(error)
+    parts.sockets.close()
+
+
+def _regions(config: P2pConfig) -> tuple[Region, ...]:
+    return (Region.of("buffer", torch.empty(config.kv_buffer_size, dtype=torch.uint8)),)
+
+
+def _host_id() -> str:
+    """Equal for all that runs under one kernel."""
+    with open(_BOOT_ID, encoding="ascii") as boot_id:
+        return boot_id.read().strip()

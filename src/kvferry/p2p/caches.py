@@ -1,0 +1,117 @@
+"""The KV caches that an engine has registered: layer by layer, as planes of their storages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvferry.errors import BlockIdError, LayoutError
+from kvferry.layout import KVLayout, LayoutHints, TensorView, describe
+from kvferry.p2p.carriers.runs import ByteRuns
+from kvferry.p2p.geometry import Piece
+from kvferry.p2p.signal.messages import Geometry, LayerGeometry
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KVCaches:
+    """One rank's KV caches, which it keeps alive. `layers` are the layouts of the distinct tensors, in their order."""
+
+    layout: KVLayout
+    layers: tuple[KVLayout, ...]
+    storages: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def describe(
+        cls, kv_caches: Mapping[str, torch.Tensor], format: str, hints: Mapping[str, Any] | LayoutHints | None = None
+    ) -> KVCaches:
+        """Raises LayoutError where the tensors do not fit the format or the hints, or are on several devices."""
+        if not kv_caches or len({tensor.device for tensor in kv_caches.values()}) > 1:
+            raise LayoutError("kv_caches are empty or on several devices; give those of one device to one engine")
+        storages: dict[int, torch.Tensor] = {}
+        for tensor in kv_caches.values():
+            storages.setdefault(tensor.untyped_storage().data_ptr(), _flat(tensor))
+        numbers = {address: number for number, address in enumerate(storages)}
+        views = [_view(tensor, numbers[tensor.untyped_storage().data_ptr()]) for tensor in kv_caches.values()]
+        hints = hints if isinstance(hints, LayoutHints) else LayoutHints.from_mapping(hints)
+        whole = describe(format, views, hints, names=list(kv_caches))
+        whole.validate([flat.numel() for flat in storages.values()])
+        alone = msgspec.structs.replace(hints, num_layers=0)  # it is that of all layers, and has been checked
+        layers = tuple(describe(format, [view], alone) for view in dict.fromkeys(views))
+        return cls(whole, layers, tuple(storages.values()))
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layout.num_blocks
+
+    @property
+    def device(self) -> torch.device:
+        return self.storages[0].device
+
+    @property
+    def geometry(self) -> Geometry:
+        """What a peer has to know of it."""
+        itemsizes = [_itemsize(layer) for layer in self.layers]
+        described = [
+            LayerGeometry(layer.axis_order, size, layer.dtype, tuple(plane.length for plane in layer.planes))
+            for layer, size in zip(self.layers, itemsizes, strict=True)
+        ]
+        kinds = tuple(dict.fromkeys(described))
+        return Geometry(
+            block_size=self.layout.block_size,
+            num_kv_heads=0 if self.layout.format == "mla" else self.layout.num_kv_heads,
+            names=tuple(",".join(names) for names in self.layout.layer_names),
+            kinds=kinds,
+            layers=tuple(kinds.index(layer) for layer in described),
+        )
+
+    def check_ids(self, block_ids: Sequence[int] | Int64s) -> Int64s:
+        """The ids as an array. Raises BlockIdError for ids outside the cache, twice in it, or none at all."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        if ids.ndim != 1 or not len(ids):
+            raise BlockIdError(f"{ids.size} block ids in {ids.ndim} dimensions; give a list of at least one")
+        if ids.min() < 0 or ids.max() >= self.num_blocks:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise BlockIdError(f"block id {wrong} is outside the cache, which has blocks 0 to {self.num_blocks - 1}")
+        if len(np.unique(ids)) < len(ids):
+            raise BlockIdError("a block id is named twice; each block holds the KV of one place")
+        return ids
+
+    def runs(self, layer: int, pieces: Sequence[Piece], ids: Int64s) -> ByteRuns:
+        """The bytes of `pieces` of one layer's blocks: all blocks of the first piece, then those of the second."""
+        planes = self.layers[layer].planes
+        bases = [storage.data_ptr() for storage in self.storages]
+        rows = [
+            (bases[planes[plane].storage] + planes[plane].offset + start, planes[plane].stride, length)
+            for plane, start, length in pieces
+        ]
+        starts, strides, lengths = np.array(rows, dtype=np.int64).T[:, :, None]
+        return ByteRuns((starts + ids * strides).ravel(), np.repeat(lengths.ravel(), len(ids)), self)
+
+
+def _itemsize(layer: KVLayout) -> int:
+    return int(getattr(torch, layer.dtype).itemsize)
+
+
+def _view(tensor: torch.Tensor, storage: int) -> TensorView:
+    return TensorView(
+        storage=storage,
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        storage_offset=int(tensor.storage_offset()),
+        itemsize=tensor.element_size(),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All bytes of the tensor's storage."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

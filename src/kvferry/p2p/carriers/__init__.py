@@ -1,0 +1,1 @@
+"""What moves the bytes of transfers that both sides have agreed on."""

@@ -1,0 +1,71 @@
+"""A long list of byte runs in host memory, in order, of which any part can be had as buffers for a system call."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s: TypeAlias = npt.NDArray[np.int64]
+MAX_BUFFERS = 512  # the system takes at most 1024 at once
+
+
+class ByteRuns:
+    """Runs of `lengths` bytes at `addresses`, none of them empty. Whoever made it keeps the memory (`owner`) alive."""
+
+    def __init__(self, addresses: Int64s, lengths: Int64s, owner: object) -> None:
+        self._addresses, self._lengths = _merged(addresses, lengths)
+        self._ends = np.cumsum(self._lengths)
+        self._owner = owner
+
+    @classmethod
+    def single(cls, address: int, nbytes: int, owner: object) -> ByteRuns:
+        """One run; of no bytes, none."""
+        count = 1 if nbytes else 0
+        return cls(np.full(count, address, np.int64), np.full(count, nbytes, np.int64), owner)
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def rows_from(self, address: int) -> Int64s:
+        """The copy that fills the runs from one stretch of memory, as rows (target, source, bytes)."""
+        return np.stack((self._addresses, address + self._ends - self._lengths, self._lengths), axis=1)
+
+    def buffers(self, position: int, nbytes: int) -> list[memoryview]:
+        """At most `nbytes` bytes from byte `position` on, in at most `MAX_BUFFERS` buffers."""
+        first = int(np.searchsorted(self._ends, position, side="right"))
+        stop = min(first + MAX_BUFFERS, len(self._ends))
+        found: list[memoryview] = []
+        for address, length, end in zip(
+            self._addresses[first:stop].tolist(),
+            self._lengths[first:stop].tolist(),
+            self._ends[first:stop].tolist(),
+            strict=True,
+        ):
+            if nbytes <= 0:
+                break
+            start = address + length - (end - position)
+            size = min(end - position, nbytes)
+            found.append(_view(start, size))
+            position += size
+            nbytes -= size
+        return found
+
+
+def _view(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def _merged(addresses: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:
+    """The same bytes, runs that touch joined."""
+    if len(addresses) < 2:
+        return addresses, lengths
+    heads = np.flatnonzero(np.concatenate(([True], addresses[:-1] + lengths[:-1] != addresses[1:])))
+    return addresses[heads], np.add.reduceat(lengths, heads)

@@ -1,0 +1,56 @@
+"""What callers wait for, as claims: which offers they fit, and how they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvferry.errors import TransferError
+from kvferry.p2p.futures import Receiving
+from kvferry.p2p.memory import BlockMemory, flat_memory, meta_of, tensor_of
+from kvferry.p2p.receive.store import Place, lend
+from kvferry.p2p.signal.messages import Offer, TensorMeta
+from kvferry.p2p.transfers.records import Claim, InKey
+
+
+def claim_tensor(
+    receiving: Receiving, out: torch.Tensor | None, ends_at: float, give_back: Callable[[Place], None]
+) -> Claim:
+    """A claim to a tensor, into `out` or into room that is lent; `give_back` is called from any thread."""
+    found: list[TensorMeta] = []
+    wanted = None if out is None else meta_of(out)
+
+    def problem(offer: Offer) -> TransferError | None:
+        if offer.tensor is None:
+            return TransferError("mismatch", f"{offer.transfer_id!r} is a transfer of blocks; a tensor is waited for")
+        if wanted is not None and wanted != offer.tensor:
+            return TransferError("mismatch", f"{offer.tensor} comes as {offer.transfer_id!r}; {wanted} is waited for")
+        found.append(offer.tensor)
+        return None
+
+    def deliver(place: object, error: TransferError | None) -> None:
+        if isinstance(place, Place):
+            receiving.give(tensor_of(lend(place, lambda: give_back(place)), found[-1]))
+        elif error is None and out is not None:
+            receiving.give(out)
+        receiving.part_ended(error)
+
+    key = InKey(receiving.transfer_id, 0)
+    memory = None if out is None else flat_memory(out)
+    return Claim(key, ends_at, problem, deliver, memory, receiving.item_landed)
+
+
+def claim_blocks(receiving: Receiving, part: int, memory: BlockMemory, ends_at: float) -> Claim:
+    """A claim to blocks, of which part number `part` comes from one sender."""
+
+    def problem(offer: Offer) -> TransferError | None:
+        wanted = f"{len(memory.ids)} blocks are waited for"
+        if offer.tensor is not None:
+            return TransferError("mismatch", f"{offer.transfer_id!r} is a tensor; {wanted}")
+        if offer.num_blocks != len(memory.ids):
+            return TransferError("mismatch", f"{offer.num_blocks} blocks come as {offer.transfer_id!r}; {wanted}")
+        return None
+
+    key = InKey(receiving.transfer_id, part)
+    return Claim(key, ends_at, problem, lambda _, error: receiving.part_ended(error), memory, receiving.item_landed)

@@ -1,0 +1,104 @@
+"""How one engine takes part: built once, checked when made."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+from dataclasses import dataclass, field
+
+from kvferry.settings import split_host_port
+
+SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
+CARRIERS = ("auto", "host")
+MIN_TOKEN_BYTES = 16  # whoever hears a handshake can try secrets against it
+_MAX_SECONDS = 86_400
+
+
+@dataclass(frozen=True, kw_only=True)
+class P2pConfig:
+    """How one engine takes part. Raises ValueError where a value is out of range, or lets strangers in.
+
+    Parameters
+    ----------
+    address
+        `HOST:PORT` to listen at, IPv6 in brackets; port 0 for any free one.
+    send_type
+        `PUT_ASYNC`: send in the background; `PUT`: `send_tensor` waits until it has landed; `GET`: keep until asked.
+    carrier
+        `auto`: the best that both sides have; or the only one to use.
+    kv_buffer_size
+        Bytes of the receive buffer, for what lands before it is claimed.
+    mem_pool_size_gb
+        GiB of host memory behind it; 0 for none.
+    heartbeat_s
+        A peer that was silent for three of them is taken for dead.
+    connect_timeout_s
+        How long a session's set-up may take.
+    lease_s
+        How long what is sent waits to be taken, and what has landed to be claimed.
+    tp_rank, tp_size
+        Which tensor-parallel rank of how many this engine is.
+    token
+        A secret of at least 16 bytes that all engines share.
+    insecure
+        Let anybody in who reaches the address.
+    """
+
+    address: str = "127.0.0.1:0"
+    send_type: str = "PUT_ASYNC"
+    carrier: str = "auto"
+    kv_buffer_size: int = 1 << 30
+    mem_pool_size_gb: float = 0.0
+    heartbeat_s: float = 2.0
+    connect_timeout_s: float = 5.0
+    lease_s: float = 60.0
+    tp_rank: int = 0
+    tp_size: int = 1
+    token: str | None = field(default=None, repr=False)
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        host, _ = split_host_port(self.address)
+        _one_of("send_type", self.send_type, SEND_TYPES)
+        _one_of("carrier", self.carrier, CARRIERS)
+        for name in ("heartbeat_s", "connect_timeout_s", "lease_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and 0 < value <= _MAX_SECONDS):
+                raise ValueError(f"{name} is {value!r}; it must be more than 0 and at most {_MAX_SECONDS} seconds")
+        if self.kv_buffer_size < 0 or not 0 <= self.mem_pool_size_gb < 1 << 20:
+            raise ValueError(f"kv_buffer_size {self.kv_buffer_size} and mem_pool_size_gb {self.mem_pool_size_gb} < 0")
+        if not 0 <= self.tp_rank < self.tp_size <= 1 << 16:
+            raise ValueError(f"tp_rank {self.tp_rank} of tp_size {self.tp_size}; ranks start at 0")
+        if self.token is not None and len(self.token.encode()) < MIN_TOKEN_BYTES:
+            raise ValueError(f"the token is shorter than {MIN_TOKEN_BYTES} bytes")
+        if not (is_loopback(host) or self.token or self.insecure):
+            raise ValueError(
+                f"{self.address} can be reached from other machines: give all engines a token, "
+                "or say insecure=True where the network itself keeps strangers away"
+            )
+
+    @property
+    def secret(self) -> bytes | None:
+        """The token's bytes."""
+        return None if self.token is None else self.token.encode()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def new_instance_id() -> bytes:
+    """What tells an engine from every other one, also from one that had its address before."""
+    return os.urandom(16)
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")

@@ -1,0 +1,289 @@
+"""What joins signalling, transfers, carriers and the receive buffer, in the loop's thread."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from kvferry.errors import TransferError
+from kvferry.ipc.descriptor import DTYPES
+from kvferry.p2p.caches import KVCaches
+from kvferry.p2p.carriers.base import Carrier
+from kvferry.p2p.memory import BlockMemory, FlatMemory, Memory
+from kvferry.p2p.receive.copies import Copies
+from kvferry.p2p.receive.store import Place, RecvStore
+from kvferry.p2p.signal.messages import (
+    Accept,
+    AnyMessage,
+    Ask,
+    End,
+    Landed,
+    Message,
+    NoSuch,
+    Offer,
+    Ready,
+    Reject,
+    Stopped,
+)
+from kvferry.p2p.signal.session import Session
+from kvferry.p2p.signal.sessions import Sessions
+from kvferry.p2p.transfers.incoming import IncomingTable
+from kvferry.p2p.transfers.outgoing import Outgoing, OutgoingTable
+from kvferry.p2p.transfers.records import Claim, InKey
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.001
+
+
+class Event(Protocol):
+    """A CUDA event, as torch has it."""
+
+    def query(self) -> bool:
+        """Whether what was queued before it is done."""
+
+
+class Core:
+    """For the loop's thread. It does for both tables what they want done, and hears what sessions and carriers tell.
+
+    Callers' threads post `send`, `claim` and the like; `post` is how other threads' answers get here.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        store: RecvStore,
+        copies: Copies,
+        post: Callable[[Callable[[], None]], None],
+        *,
+        lease_s: float,
+    ) -> None:
+        self.sessions = sessions
+        self.store = store
+        self.outgoing = OutgoingTable(self, remember_s=lease_s)
+        self.incoming = IncomingTable(self, remember_s=lease_s)
+        self.carriers: dict[str, Carrier] = {}
+        self.caches: KVCaches | None = None
+        self.counters: Counter[str] = Counter()
+        self._copies = copies
+        self._post = post
+        self._sources: dict[int, Memory] = {}
+        self._unsent: dict[Session, list[Message]] = {}
+        self._events: list[tuple[Event, int, int]] = []
+        self._room_freed = False
+
+    # What callers post
+
+    def send(self, out: Outgoing, source: Memory, address: str | None) -> None:
+        """Offer it to an address, or keep it until it is asked for."""
+        self._sources[out.number] = source
+        done = out.done
+        out.done = lambda error: self._sent(out.number, error, done)
+        try:
+            session = None if address is None else self.sessions.open(address)
+            self.outgoing.add(out, session if session is not None and session.is_up else None, self._now)
+        except TransferError as error:
+            out.done(error)
+
+    def claim(self, claim: Claim, address: str | None) -> None:
+        """Wait for what comes under an id; ask for it where there is an address."""
+        try:
+            self.incoming.claim(claim, self._now)
+        except TransferError as error:
+            claim.deliver(None, error)
+            return
+        if address is not None:
+            try:
+                session = claim.asked = self.sessions.open(address)
+            except TransferError as error:
+                self.incoming.unreachable(claim.key, error)
+                return
+            wait_s = min(max(0.0, claim.ends_at - self._now), 86_400.0)
+            self._tell_when_up(session, Ask(transfer_id=claim.key.transfer_id, part=claim.key.part, wait_s=wait_s))
+
+    def reject(self, transfer_id: str, part: int, address: str | None) -> None:
+        """Nobody will take what comes under an id; a sender at an address is told."""
+        self.incoming.cancel(
+            InKey(transfer_id, part), TransferError("rejected", f"{transfer_id!r} is not wanted"), self._now
+        )
+        if address is not None:
+            self._tell_when_up(self.sessions.open(address), Reject(transfer_id=transfer_id, part=part))
+
+    def cancel_sending(self, number: int) -> None:
+        self.outgoing.cancel(number, self._now, TransferError("cancelled", "the sender gave it up"))
+
+    def cancel_claim(self, key: InKey) -> None:
+        self.incoming.cancel(key, TransferError("cancelled", "the receiver gave it up"), self._now)
+
+    def item_ready(self, number: int, item: int, event: Event | None) -> None:
+        """The source bytes of an item are there, once the event is done."""
+        if event is None:
+            self.outgoing.item_ready(number, item)
+        else:
+            self._events.append((event, number, item))
+
+    def released(self, place: Place) -> None:
+        """Room that was lent has come back."""
+        self.release(place)
+
+    # What sessions tell
+
+    def session_up(self, session: Session) -> None:
+        _LOG.info("%r uses carrier %s", session, session.carrier)
+        self.carriers[session.carrier].session_up(session)
+        if session.address is not None:
+            self.outgoing.connected(session.address, session, self._now)
+        for message in self._unsent.pop(session, []):
+            self.tell(session, message)
+
+    def session_lost(self, session: Session, error: TransferError) -> None:
+        _LOG.info("%r: %s", session, error)
+        self._unsent.pop(session, None)
+        if session.carrier:
+            self.carriers[session.carrier].session_lost(session)
+        if session.address is not None:
+            self.outgoing.unreachable(session.address, error)
+        self.outgoing.session_lost(session, error)
+        self.incoming.session_lost(session, error, self._now)
+
+    def heard(self, session: Session, message: AnyMessage) -> None:
+        known: bool | None = True
+        match message:
+            case Offer():
+                self.incoming.offered(session, message, self._now)
+            case Accept():
+                known = self.outgoing.accepted(session, message)
+            case Ready():
+                self.carriers[session.carrier].ready(session, message)
+            case Landed():
+                known = self.outgoing.landed(session, message)
+            case Stopped():
+                known = self.outgoing.stopped(session, message)
+            case End():
+                known = self.incoming.ended(session, message, self._now)
+            case Ask():
+                self.outgoing.asked(session, message, self._now)
+            case NoSuch():
+                self.incoming.no_such(session, message)
+            case Reject():
+                self.outgoing.rejected(session, message, self._now)
+        self.counters["stray"] += not known
+
+    def tick(self, now: float) -> float:
+        """Time-outs, and what was waited for; returns when to come again."""
+        self.sessions.now = now
+        waiting = []
+        for event, number, item in self._events:
+            if event.query():
+                self.outgoing.item_ready(number, item)
+            else:
+                waiting.append((event, number, item))
+        self._events = waiting
+        next_at = min(self.sessions.tick(), self.outgoing.tick(now), self.incoming.tick(now))
+        if self._room_freed:
+            self._room_freed = False
+            self.incoming.fill_room(now)
+        return now + _POLL_S if waiting else next_at
+
+    # What carriers tell; each has been posted
+
+    def source_released(self, number: int) -> None:
+        self.outgoing.released(number)
+
+    def item_landed(self, session: Session, number: int, item: int) -> None:
+        self.incoming.item_landed(session, number, item, self._now)
+
+    def landing_stopped(self, session: Session, number: int) -> None:
+        self.incoming.landing_stopped(session, number, self._now)
+
+    # What the tables want done
+
+    def fitted(self, session: Any, offer: Offer) -> Offer | TransferError:
+        if offer.tensor is not None:
+            return offer
+        if not session.moves_blocks:
+            return TransferError("mismatch", f"{session!r}: both engines must register their KV caches first")
+        sizes = tuple(nbytes * offer.num_blocks for nbytes in session.layer_bytes())
+        return msgspec.structs.replace(offer, item_bytes=sizes, part=session.part_of_mine())
+
+    def tell(self, session: Any, message: Message) -> None:
+        self.sessions.send(session, message)
+
+    def start_item(self, session: Any, number: int, item: int) -> None:
+        self.carriers[session.carrier].start_item(session, number, item, self._sources[number])
+
+    def stop_source(self, session: Any, number: int) -> None:
+        self.carriers[session.carrier].stop_source(session, number)
+
+    def peer_stopped(self, session: Any, number: int) -> None:
+        self.carriers[session.carrier].peer_stopped(session, number)
+
+    def unfit(self, session: Any, offer: Offer) -> TransferError | None:
+        if offer.tensor is not None:
+            dtype = DTYPES.get(offer.tensor.dtype)
+            size = math.prod(offer.tensor.shape) * dtype.itemsize if dtype is not None else -1
+            if offer.item_bytes != (size,):
+                return TransferError("mismatch", f"{offer.tensor} in {offer.item_bytes} bytes")
+        elif self.caches is None or not session.moves_blocks:
+            return TransferError("mismatch", "both engines must register their KV caches first")
+        elif not 0 < offer.num_blocks <= self.caches.num_blocks:
+            return TransferError("too_large", f"{offer.num_blocks} blocks; this cache has {self.caches.num_blocks}")
+        elif offer.item_bytes != tuple(nbytes * offer.num_blocks for nbytes in session.layer_bytes()):
+            return TransferError("mismatch", f"{offer.num_blocks} blocks in other numbers of bytes than agreed")
+        return None
+
+    def too_large(self, offer: Offer) -> TransferError | None:
+        if offer.tensor is None or self.store.could_ever(offer):
+            return None
+        sizes = ", ".join(f"{region.name} {region.arena.nbytes}" for region in self.store.regions)
+        return TransferError("too_large", f"{sum(offer.item_bytes)} bytes fit nowhere: the receiver has {sizes}")
+
+    def reserve(self, session: Any, offer: Offer) -> Place | None:
+        return self.store.reserve(session, offer)
+
+    def release(self, place: Any) -> None:
+        if place is not None:
+            self.store.release(place)
+            self._room_freed = True
+
+    def held(self, session: Any) -> int:
+        return self.store.held(session)
+
+    def expect(self, session: Any, offer: Offer, destination: Any) -> None:
+        memory = destination.memory if isinstance(destination, Place) else destination
+        self.carriers[session.carrier].expect(session, offer, memory)
+
+    def stop_landing(self, session: Any, number: int) -> None:
+        self.carriers[session.carrier].stop_landing(session, number)
+
+    def copy(self, key: InKey, offer: Offer, place: Any, destination: Any) -> None:
+        assert isinstance(place, Place)
+        assert isinstance(destination, BlockMemory | FlatMemory)
+        items = []
+        for item, (address, _) in enumerate(place.memory.items):
+            pieces = place.session.pieces(item) if isinstance(destination, BlockMemory) else ()
+            items.append((address, destination.runs(item, pieces)))
+        self._copies.copy(items, lambda error: self._post(partial(self.incoming.copied, key, error)))
+
+    @property
+    def _now(self) -> float:
+        """The time of this round, which sessions have, too."""
+        self.sessions.now = time.monotonic()
+        return self.sessions.now
+
+    def _sent(self, number: int, error: TransferError | None, done: Callable[[TransferError | None], None]) -> None:
+        self._sources.pop(number, None)
+        self.counters["sent" if error is None else f"not_sent_{error.code}"] += 1
+        done(error)
+
+    def _tell_when_up(self, session: Session, message: Message) -> None:
+        if session.is_up:
+            self.tell(session, message)
+        else:
+            self._unsent.setdefault(session, []).append(message)

@@ -1,0 +1,292 @@
+"""The engine: what callers use."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from kvferry.errors import LayoutError, TransferError
+from kvferry.layout import LayoutHints
+from kvferry.p2p.assembly import Parts, assemble
+from kvferry.p2p.caches import KVCaches
+from kvferry.p2p.claims import claim_blocks, claim_tensor
+from kvferry.p2p.config import P2pConfig
+from kvferry.p2p.futures import Receiving, Sending
+from kvferry.p2p.memory import BlockMemory, Int64s, Memory, flat_memory, meta_of
+from kvferry.p2p.receive.store import Place
+from kvferry.p2p.signal.messages import MAX_ID_CHARS, Offer
+from kvferry.p2p.signal.sockets import resolved
+from kvferry.p2p.transfers.outgoing import Outgoing, OutKey
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+Addresses = str | Sequence[str] | None
+
+
+class P2pNcclEngine:
+    """Sends KV to other engines and receives from them. Thread-safe; all waiting is done in the calling threads.
+
+    See docs/p2p.md. The name is that of the engine in vLLM that it replaces: NCCL is one of its carriers.
+    """
+
+    def __init__(self, config: P2pConfig | None = None) -> None:
+        """Raises ShareError where nothing can listen at the address."""
+        self.config = config or P2pConfig()
+        self._parts: Parts = assemble(self.config)
+        self._numbers = itertools.count(1)
+        self._closed = False
+        self._parts.start()
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this engine, with the real port."""
+        return self._parts.sockets.address
+
+    @property
+    def instance_id(self) -> str:
+        """What tells this engine from one that had its address before, in hexadecimal."""
+        return self._parts.sessions.own.instance.hex()
+
+    def register_kv_caches(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        *,
+        format: str,
+        layout_hints: Mapping[str, Any] | LayoutHints | None = None,
+    ) -> None:
+        """The caches that `send_blocks` and `receive_blocks` are about: a tensor a layer, named as in the peers.
+
+        Sessions that there are end, since peers are told of the caches when a session begins.
+
+        Raises LayoutError where the tensors do not fit the format or the hints.
+        """
+        caches = KVCaches.describe(kv_caches, format, layout_hints)
+        if caches.device.type != "cpu":
+            raise LayoutError(f"KV caches on {caches.device}: the carriers of this engine move host memory")
+        self._parts.loop.ask(partial(self._register, caches))
+
+    def send_tensor(
+        self, tensor_id: str, tensor: torch.Tensor, remote_address: str | None = None, *, timeout_s: float | None = None
+    ) -> Sending:
+        """Send one tensor, whose memory must stay as it is until the `Sending` is done.
+
+        With send type GET, or without an address, it is kept until a peer asks. With PUT the call waits, at most
+        `timeout_s`, and raises what `Sending.wait` raises.
+        """
+        get = self.config.send_type == "GET"
+        address = None if get or remote_address is None else resolved(remote_address)
+        _check_id(tensor_id)
+        memory = flat_memory(tensor)
+        meta = meta_of(tensor)
+        number = next(self._numbers)
+        offer = self._offer(number, tensor_id, item_bytes=(memory.items[0][1],), tensor=meta)
+        sending = Sending(tensor_id)
+        self._send(sending, offer, memory, [0 if address is None else address])
+        if self.config.send_type == "PUT":
+            sending.wait(timeout_s)
+        return sending
+
+    def recv_tensor(
+        self,
+        tensor_id: str,
+        remote_address: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tensor that a peer sends under this id, into `out` where that is given.
+
+        Without `out` it is a view of the receive buffer, whose room is free again when the last view of it is gone.
+        With send type GET the peer at `remote_address` is asked. Raises TransferError, PeerGoneError.
+        """
+        return self.recv_tensor_async(tensor_id, remote_address, timeout_s=timeout_s, out=out).tensor()
+
+    def recv_tensor_async(
+        self,
+        tensor_id: str,
+        remote_address: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> Receiving:
+        """The same without waiting: `Receiving.tensor` gives it. It ends within `timeout_s` (the lease's time)."""
+        _check_id(tensor_id)
+        core = self._parts.core
+        receiving = Receiving(tensor_id)
+        claim = claim_tensor(receiving, out, self._until(timeout_s), self._give_back)
+        receiving.on_cancel(partial(self._post_quietly, partial(core.cancel_claim, claim.key)))
+        get = self.config.send_type == "GET" and remote_address is not None
+        address = resolved(remote_address) if get and remote_address is not None else None
+        self._post(partial(core.claim, claim, address))
+        return receiving
+
+    def send_blocks(
+        self,
+        transfer_id: str,
+        block_ids: Sequence[int] | Int64s,
+        remote_address: Addresses = None,
+        *,
+        readers: int = 1,
+        layer_wise: bool = False,
+    ) -> Sending:
+        """Send blocks of the registered caches; they must stay as they are until the `Sending` is done.
+
+        `remote_address` may be several, one a rank that takes its heads; without one the blocks are kept until they
+        are asked for by `readers` ranks. With `layer_wise` each layer waits for `Sending.layer_ready`.
+
+        Raises BlockIdError, LayoutError.
+        """
+        _check_id(transfer_id)
+        caches = self._caches()
+        ids = caches.check_ids(block_ids)
+        targets: list[str | int] = [resolved(address) for address in _listed(remote_address)] or list(range(readers))
+        sending = Sending(transfer_id, len(targets))
+        offer = self._offer(0, transfer_id, item_bytes=(0,) * len(caches.layers), num_blocks=len(ids))
+        numbers = self._send(sending, offer, BlockMemory(caches, ids), targets, ready=not layer_wise)
+        sending.on_layer_ready(partial(self._layer_ready, numbers, caches.device))
+        return sending
+
+    def receive_blocks(
+        self,
+        transfer_id: str,
+        block_ids: Sequence[int] | Int64s,
+        remote_address: Addresses = None,
+        *,
+        senders: int = 1,
+        timeout_s: float | None = None,
+    ) -> Receiving:
+        """Let a transfer land in blocks of the registered caches, which nobody else may touch until it is done.
+
+        With an address (one a rank that has some of the heads) these are asked for it; without, it is waited for from
+        `senders` ranks. It ends within `timeout_s` (the lease's time). Raises BlockIdError, LayoutError.
+        """
+        _check_id(transfer_id)
+        caches = self._caches()
+        memory = BlockMemory(caches, caches.check_ids(block_ids))
+        addresses = [resolved(address) for address in _listed(remote_address)]
+        parts: list[str | None] = [*addresses] or [None] * senders
+        receiving = Receiving(transfer_id, len(parts), len(caches.layers))
+        core, until = self._parts.core, self._until(timeout_s)
+        claims = [claim_blocks(receiving, part, memory, until) for part in range(len(parts))]
+        receiving.on_cancel(partial(self._post_all, [partial(core.cancel_claim, claim.key) for claim in claims]))
+        for claim, address in zip(claims, parts, strict=True):
+            self._post(partial(core.claim, claim, address))
+        return receiving
+
+    def reject(self, transfer_id: str, remote_address: str | None = None) -> None:
+        """What comes under this id will not be taken: a claim of it ends, and a sender need not keep it any longer."""
+        address = None if remote_address is None else resolved(remote_address)
+        self._post(partial(self._parts.core.reject, transfer_id, 0, address))
+
+    def stats(self) -> dict[str, Any]:
+        """Peers, transfers, room and counters at this moment."""
+        return self._parts.loop.ask(self._parts.snapshot)
+
+    def close(self) -> None:
+        """End all transfers with TransferError ("closed") and tell the peers. Idempotent."""
+        self._closed = True
+        self._parts.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1, source=self)
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<P2pNcclEngine at {self.address}, {'closed' if self._closed else 'open'}>"
+
+    def _register(self, caches: KVCaches) -> None:
+        parts = self._parts
+        parts.core.caches = caches
+        about = msgspec.structs.replace(parts.sessions.own.about, geometry=caches.geometry)
+        parts.sessions.own = replace(parts.sessions.own, about=about)
+        for session in parts.sessions.all():
+            parts.sessions.end(session, TransferError("renewed", "KV caches were registered"), tell=True)
+
+    def _caches(self) -> KVCaches:
+        caches = self._parts.core.caches
+        if caches is None:
+            raise LayoutError("no KV caches are registered: call register_kv_caches first")
+        return caches
+
+    def _offer(self, number: int, transfer_id: str, **what: Any) -> Offer:
+        return Offer(number=number or 1, transfer_id=transfer_id, part=0, lease_s=0.0, **what)
+
+    def _send(
+        self,
+        sending: Sending,
+        offer: Offer,
+        memory: Memory,
+        targets: Sequence[str | int],
+        ready: bool = True,
+    ) -> list[int]:
+        """Send one thing to one or several; the numbers of the transfers."""
+        numbers = []
+        core = self._parts.core
+        for target in targets:
+            number = next(self._numbers)
+            numbers.append(number)
+            out = Outgoing(
+                key=OutKey(offer.transfer_id, target),
+                number=number,
+                offer=msgspec.structs.replace(offer, number=number),
+                lease_ends_at=self._until(None),
+                done=sending.part_ended,
+                ready=set(range(len(offer.item_bytes))) if ready else set(),
+            )
+            address = target if isinstance(target, str) else None
+            self._post(partial(core.send, out, memory, address))
+        sending.on_cancel(partial(self._post_all, [partial(core.cancel_sending, number) for number in numbers]))
+        return numbers
+
+    def _layer_ready(self, numbers: Sequence[int], device: torch.device, layer: int) -> None:
+        event = None
+        if device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
+        for number in numbers:
+            self._post_quietly(partial(self._parts.core.item_ready, number, layer, event))
+
+    def _until(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (self.config.lease_s if timeout_s is None else timeout_s)
+
+    def _post(self, call: Callable[[], None]) -> None:
+        self._parts.loop.post(call)
+
+    def _post_quietly(self, call: Callable[[], None]) -> None:
+        """For what has no sense any more once the engine is closed."""
+        with contextlib.suppress(TransferError):
+            self._parts.loop.post(call)
+
+    def _post_all(self, calls: Sequence[Callable[[], None]]) -> None:
+        for call in calls:
+            self._post_quietly(call)
+
+    def _give_back(self, place: Place) -> None:
+        self._post_quietly(partial(self._parts.core.released, place))
+
+
+def _listed(address: Addresses) -> list[str]:
+    return [] if address is None else [address] if isinstance(address, str) else list(address)
+
+
+def _check_id(transfer_id: str) -> None:
+    if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= MAX_ID_CHARS:
+        raise ValueError(f"a transfer id is a string of 1 to {MAX_ID_CHARS} characters, got {transfer_id!r:.100}")

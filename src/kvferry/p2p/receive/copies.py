@@ -1,0 +1,61 @@
+"""Copies from the receive buffer into blocks, away from the loop."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from kvferry.copy.streaming import StreamingCopy
+from kvferry.errors import TransferError
+from kvferry.p2p.carriers.runs import ByteRuns, Int64s
+
+_LOG = logging.getLogger(__name__)
+_END_S = 30.0
+_STEP_ROWS = 4096
+
+OnDone = Callable[[TransferError | None], None]
+
+
+class Copies:
+    """Runs `kvferry-p2p-copies`: one copy after the other, within host memory."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Sequence[tuple[int, ByteRuns]], OnDone] | None] = queue.SimpleQueue()
+        streaming = StreamingCopy.load()
+        self._copy_rows = _move if streaming is None else streaming.copy_rows
+        self._thread = threading.Thread(target=self._run, name="kvferry-p2p-copies", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def copy(self, items: Sequence[tuple[int, ByteRuns]], on_done: OnDone) -> None:
+        """Copy from each address into its runs, then call `on_done` in this thread."""
+        self._jobs.put((items, on_done))
+
+    def close(self) -> None:
+        """End the thread after what was queued. Idempotent."""
+        self._jobs.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            items, on_done = job
+            try:
+                for address, runs in items:
+                    rows = runs.rows_from(address)
+                    for start in range(0, len(rows), _STEP_ROWS):
+                        self._copy_rows(rows[start : start + _STEP_ROWS])
+                error = None
+            except Exception as problem:  # noqa: BLE001 - whoever waits must be told
+                _LOG.exception("a copy out of the receive buffer failed")
+                error = TransferError("failed", f"the copy out of the receive buffer failed: {problem!r}")
+            on_done(error)
+
+
+def _move(rows: Int64s) -> None:
+    for target, source, nbytes in rows.tolist():
+        ctypes.memmove(target, source, nbytes)

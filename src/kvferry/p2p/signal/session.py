@@ -1,0 +1,86 @@
+"""One session: what is known of the peer, and how far the handshake has come."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import zmq
+
+from kvferry.p2p.geometry import Piece, Shares, common_pieces, shared_heads
+from kvferry.p2p.signal.handshake import Acceptor, Initiator
+from kvferry.p2p.signal.messages import NOBODY, About
+
+
+class State(enum.Enum):
+    """How far it has come."""
+
+    GREETING = "greeting"
+    LINKING = "linking"
+    UP = "up"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A pair of sockets, ours and the peer's. `address` is where we opened it to, None where the peer opened it."""
+
+    socket: zmq.Socket[bytes]
+    identity: bytes | None
+    address: str | None
+    handshake: Initiator | Acceptor
+    own: About
+    heard_at: float
+    state: State = State.GREETING
+    peer: bytes = NOBODY
+    about: About | None = None
+    carrier: str = ""
+    set_up_by: float = 0.0
+    said_at: float = 0.0
+    _pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(default_factory=dict)
+    _shares: Shares | None = None
+    _layer_bytes: tuple[int, ...] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state is State.ENDED
+
+    @property
+    def is_up(self) -> bool:
+        return self.state is State.UP
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether both sides had registered KV caches when it was made; they fit then."""
+        about = self.about
+        return about is not None and about.geometry is not None and self.own.geometry is not None
+
+    def pieces(self, layer: int) -> tuple[Piece, ...]:
+        """The pieces of one layer's blocks on our side; only where it `moves_blocks`."""
+        assert self.about is not None
+        own, other = self.own.geometry, self.about.geometry
+        assert own is not None
+        assert other is not None
+        if self._shares is None:
+            self._shares = shared_heads(self.own, self.about)
+        pair = own.layers[layer], other.layers[layer]
+        if pair not in self._pieces:
+            self._pieces[pair] = common_pieces(own.kinds[pair[0]], other.kinds[pair[1]], self._shares)
+        return self._pieces[pair]
+
+    def layer_bytes(self) -> tuple[int, ...]:
+        """Bytes of one block of each layer that go over the session; only where it `moves_blocks`."""
+        if self._layer_bytes is None:
+            assert self.own.geometry is not None
+            layers = range(len(self.own.geometry.layers))
+            self._layer_bytes = tuple(sum(piece.length for piece in self.pieces(layer)) for layer in layers)
+        return self._layer_bytes
+
+    def part_of_mine(self) -> int:
+        """Which of the ranks of this side that have to do with the peer's rank this one is."""
+        assert self.about is not None
+        return self.own.tp_rank % max(1, self.own.tp_size // self.about.tp_size)
+
+    def __repr__(self) -> str:
+        where = self.address or (self.about.address if self.about else "an unknown engine")
+        return f"<session {'to' if self.address else 'from'} {where}, {self.state.value}>"

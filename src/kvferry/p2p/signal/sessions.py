@@ -1,0 +1,280 @@
+"""All sessions of an engine: made, kept alive, ended."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections import Counter
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from kvferry.errors import PeerGoneError, TransferError, WireError
+from kvferry.p2p.signal.handshake import Acceptor, Initiator, Self
+from kvferry.p2p.signal.loop import Loop
+from kvferry.p2p.signal.messages import (
+    NONCE_BYTES,
+    AnyMessage,
+    Beat,
+    Challenge,
+    Goodbye,
+    Hello,
+    Introduce,
+    Message,
+    Welcome,
+    decode_message,
+    encode_message,
+)
+from kvferry.p2p.signal.session import Session, State
+from kvferry.p2p.signal.sockets import Sockets, receive, send
+from kvferry.settings import split_host_port
+
+_LOG = logging.getLogger(__name__)
+_BEATS = 3
+_MAX_GREETING = 256
+_MESSAGES_A_TURN = 64
+
+
+class Links(Protocol):
+    """The connections beside ZMQ; calls only queue. Answered by `link_up` and `link_lost`."""
+
+    port: int
+
+    def await_ticket(self, session: Session, ticket: bytes) -> None:
+        """A peer will come with this ticket."""
+
+    def connect(self, session: Session, host: str, port: int, ticket: bytes) -> None:
+        """Go to a peer."""
+
+    def confirm(self, session: Session) -> None:
+        """Tell the peer that came that its session is up."""
+
+    def drop(self, session: Session) -> None:
+        """The session has ended."""
+
+
+class Listener(Protocol):
+    """Whom sessions are for."""
+
+    def session_up(self, session: Session) -> None:
+        """It can be used."""
+
+    def session_lost(self, session: Session, error: TransferError) -> None:
+        """It has ended; called once, also for one that never was up."""
+
+    def heard(self, session: Session, message: AnyMessage) -> None:
+        """A message that is not the session's own business."""
+
+
+class Sessions:
+    """For the loop's thread. `now` is the time of the current round."""
+
+    def __init__(self, own: Self, sockets: Sockets, links: Links, *, heartbeat_s: float, set_up_s: float) -> None:
+        self.own = own
+        self._sockets = sockets
+        self._links = links
+        self._heartbeat_s = heartbeat_s
+        self._set_up_s = set_up_s
+        self._by_identity: dict[bytes, Session] = {}
+        self._by_address: dict[str, Session] = {}
+        self.counters: Counter[str] = Counter()
+        self.now = 0.0
+        self._listener: Listener | None = None
+        self._loop: Loop | None = None
+
+    def begin(self, loop: Loop, listener: Listener) -> None:
+        """Before the loop starts."""
+        self._loop, self._listener = loop, listener
+        loop.watch(self._sockets.router, self._on_router)
+
+    def all(self) -> list[Session]:
+        """Those that are up, or on their way."""
+        return [*self._by_identity.values(), *self._by_address.values()]
+
+    def open(self, address: str) -> Session:
+        """The session to an address, which may still have to come up. Raises TransferError for what is no address."""
+        found = self._by_address.get(address)
+        if found is not None:
+            return found
+        dealer = self._sockets.connect(address)
+        initiator = Initiator(self.own)
+        session = Session(dealer, None, address, initiator, self.own.about, self.now)
+        session.set_up_by = self.now + self._set_up_s
+        self._by_address[address] = session
+        assert self._loop is not None
+        self._loop.watch(dealer, partial(self._on_dealer, session))
+        self.send(session, initiator.hello())
+        return session
+
+    def send(self, session: Session, message: Message) -> None:
+        """Nothing happens where the session has ended; one that does not take it is ended."""
+        if session.ended:
+            return
+        stamped = msgspec.structs.replace(message, sender=self.own.instance, receiver=session.peer)
+        data = encode_message(stamped)
+        session.said_at = self.now
+        if not send(session.socket, [data] if session.identity is None else [session.identity, data]):
+            self.end(session, PeerGoneError("peer_gone", f"{session!r} takes no messages any more"))
+
+    def end(self, session: Session, error: TransferError, *, tell: bool = False) -> None:
+        """End it; `tell` the peer why. Idempotent."""
+        if session.ended:
+            return
+        session.state = State.ENDED
+        if tell:
+            self._say_goodbye(session, Goodbye(code=error.code, text=error.text))
+        if session.identity is not None:
+            self._by_identity.pop(session.identity, None)
+        if session.address is not None:
+            self._by_address.pop(session.address, None)
+            assert self._loop is not None
+            self._loop.forget(session.socket)
+            session.socket.close(linger=200 if tell else 0)
+        self._links.drop(session)
+        assert self._listener is not None
+        self._listener.session_lost(session, error)
+
+    def link_up(self, session: Session) -> None:
+        """The link is there; on the acceptor's side the peer has shown its ticket."""
+        if session.state is State.LINKING:
+            session.state = State.UP
+            session.heard_at = self.now
+            if session.address is None:
+                self._links.confirm(session)
+            assert self._listener is not None
+            self._listener.session_up(session)
+
+    def link_lost(self, session: Session, reason: str) -> None:
+        """The link has ended, and with it the session."""
+        self.end(session, PeerGoneError("peer_gone", f"{session!r}: {reason}"), tell=True)
+
+    def tick(self) -> float:
+        """Beats, and time-outs; returns when to come again."""
+        next_at = math.inf
+        for session in self.all():
+            if session.state is not State.UP:
+                if self.now >= session.set_up_by:
+                    why = f"{session!r} did not come up within {self._set_up_s:g} s"
+                    self.end(session, PeerGoneError("unreachable", why), tell=True)
+                next_at = min(next_at, session.set_up_by)
+                continue
+            if self.now - session.heard_at > _BEATS * self._heartbeat_s:
+                why = f"{session!r}: nothing was heard for {_BEATS * self._heartbeat_s:g} s"
+                self.end(session, PeerGoneError("peer_gone", why), tell=True)
+                continue
+            if self.now - session.said_at >= self._heartbeat_s:
+                self.send(session, Beat())
+            next_at = min(next_at, session.said_at + self._heartbeat_s)
+        return next_at
+
+    def _say_goodbye(self, session: Session, message: Goodbye) -> None:
+        stamped = msgspec.structs.replace(message, sender=self.own.instance, receiver=session.peer)
+        data = encode_message(stamped)
+        send(session.socket, [data] if session.identity is None else [session.identity, data])
+
+    def _on_dealer(self, session: Session) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            parts = receive(session.socket) if not session.ended else None
+            if parts is None:
+                return
+            self._on_frame(session, parts[0] if len(parts) == 1 else b"")
+
+    def _on_router(self) -> None:
+        for _ in range(_MESSAGES_A_TURN):
+            parts = receive(self._sockets.router)
+            if parts is None:
+                return
+            session = self._by_identity.get(parts[0])
+            data = parts[1] if len(parts) == 2 else b""
+            if session is not None:
+                self._on_frame(session, data)
+            else:
+                self._on_stranger(parts[0], data)
+
+    def _on_stranger(self, identity: bytes, data: bytes) -> None:
+        """A first message, or one for a session that is gone."""
+        message = self._decoded(data)
+        if message is None:
+            return
+        if not isinstance(message, Hello):
+            self.counters["late"] += 1
+            if not isinstance(message, Goodbye):
+                gone = Goodbye(
+                    sender=self.own.instance, receiver=message.sender, code="peer_gone", text="no such session"
+                )
+                send(self._sockets.router, [identity, encode_message(gone)])
+            return
+        greeting = [session for session in self._by_identity.values() if session.state is State.GREETING]
+        if len(greeting) >= _MAX_GREETING:
+            self.end(greeting[0], TransferError("busy", "too many engines are greeting at once"), tell=True)
+        session = Session(self._sockets.router, identity, None, Acceptor(self.own), self.own.about, self.now)
+        session.set_up_by = self.now + self._set_up_s
+        self._by_identity[identity] = session
+        self._handle(session, message)
+
+    def _on_frame(self, session: Session, data: bytes) -> None:
+        message = self._decoded(data)
+        if message is None:
+            self.end(session, TransferError("malformed", "a message could not be read"), tell=True)
+            return
+        known = session.peer if any(session.peer) else message.sender
+        if message.sender != known or message.receiver != self.own.instance:
+            self.counters["late"] += 1  # of, or for, an engine that had this address before
+            return
+        self._handle(session, message)
+
+    def _handle(self, session: Session, message: AnyMessage) -> None:
+        session.heard_at = self.now
+        try:
+            if isinstance(message, Goodbye):
+                self.end(session, PeerGoneError(message.code, f"{session!r}: {message.text}"))
+            elif isinstance(message, Hello | Challenge | Introduce | Welcome):
+                self._greet(session, message)
+            elif session.state is not State.UP:
+                raise TransferError("protocol", f"a {type(message).__name__} before the session was up")
+            elif not isinstance(message, Beat):
+                assert self._listener is not None
+                self._listener.heard(session, message)
+        except TransferError as error:
+            _LOG.warning("%r is refused: %s", session, error)
+            self.counters["refused"] += 1
+            self.end(session, PeerGoneError(error.code, f"{session!r}: {error.text}"), tell=True)
+
+    def _greet(self, session: Session, message: Hello | Challenge | Introduce | Welcome) -> None:
+        """One step of the handshake. Raises TransferError where it does not go on."""
+        step = session.handshake
+        if session.state is not State.GREETING:
+            raise TransferError("protocol", f"a {type(message).__name__} after the greeting")
+        if isinstance(step, Acceptor) and isinstance(message, Hello) and step.peer is None:
+            answer: Message = step.on_hello(message)
+            session.peer = message.sender
+            self.send(session, answer)
+        elif isinstance(step, Acceptor) and isinstance(message, Introduce) and step.peer is not None:
+            session.carrier = step.on_introduce(message)
+            session.about, session.state = message.about, State.LINKING
+            ticket = os.urandom(NONCE_BYTES)
+            self._links.await_ticket(session, ticket)
+            about, port = self.own.about, self._links.port
+            self.send(session, Welcome(about=about, carrier=session.carrier, link_port=port, ticket=ticket))
+        elif isinstance(step, Initiator) and isinstance(message, Challenge) and step.peer is None:
+            introduce = step.on_challenge(message)
+            session.peer = message.sender
+            self.send(session, introduce)
+        elif isinstance(step, Initiator) and isinstance(message, Welcome) and step.peer is not None:
+            step.on_welcome(message)
+            session.about, session.carrier, session.state = message.about, message.carrier, State.LINKING
+            assert session.address is not None
+            host, _ = split_host_port(session.address)
+            self._links.connect(session, host, message.link_port, message.ticket)
+        else:
+            raise TransferError("protocol", f"a {type(message).__name__} out of turn")
+
+    def _decoded(self, data: bytes) -> AnyMessage | None:
+        try:
+            return decode_message(data)
+        except WireError as error:
+            self.counters["malformed"] += 1
+            _LOG.warning("%s", error)
+            return None

@@ -1,0 +1,100 @@
+"""The ZMQ sockets of one engine: a ROUTER where it listens, a DEALER for each address that it talks to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import zmq
+
+from kvferry.errors import ShareError, TransferError
+from kvferry.p2p.signal.messages import MAX_MESSAGE_BYTES
+from kvferry.settings import split_host_port
+
+_QUEUED_MESSAGES = 256
+_MAX_FRAMES = 2
+
+
+def join_host_port(host: str, port: int) -> str:
+    """`HOST:PORT`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolved(address: str) -> str:
+    """The address with a number for its host's name. Waits for the name server where it is one.
+
+    Raises TransferError ("bad_address") for what is no address.
+    """
+    try:
+        host, port = split_host_port(address)
+        number = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+    except (ValueError, OSError) as error:
+        raise TransferError("bad_address", f"{address!r} is no address to use: {error}") from None
+    return join_host_port(str(number), port)
+
+
+class Sockets:
+    """For the loop's thread alone, but for the constructor. No call waits."""
+
+    def __init__(self, address: str) -> None:
+        """Raises ShareError where nothing can listen at the address."""
+        host, port = split_host_port(address)
+        self.context = zmq.Context()
+        self.router = self._new(zmq.ROUTER, resolved(address))
+        # A message for a peer that is gone, or does not read, is an error and not lost in silence.
+        self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self.router.bind(f"tcp://{resolved(address)}" if port else f"tcp://{resolved(address)[:-1]}*")
+        except zmq.ZMQError as error:
+            self.context.destroy(linger=0)
+            hint = "choose another port, or 0 for any that is free"
+            raise ShareError(f"cannot listen at {address}: {error}; {hint}") from None
+        endpoint = self.router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.host, self.port = split_host_port(endpoint.rstrip("\0").removeprefix("tcp://"))
+        self._published = socket.gethostname() if self.host in ("0.0.0.0", "::") else host
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this engine: the host as it was given, the real port."""
+        return join_host_port(self._published, self.port)
+
+    def connect(self, address: str) -> zmq.Socket[bytes]:
+        """A DEALER to a resolved address; ZMQ goes on trying. Raises TransferError where it cannot even try."""
+        dealer = self._new(zmq.DEALER, address)
+        try:
+            dealer.connect(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            dealer.close()
+            raise TransferError("bad_address", f"cannot connect to {address!r}: {error}") from None
+        return dealer
+
+    def close(self) -> None:
+        """What has been queued for sending has a moment to go. Idempotent."""
+        self.context.destroy(linger=200)
+
+    def _new(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        made: zmq.Socket[bytes] = self.context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        made.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
+        made.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        made.setsockopt(zmq.IPV6, int("[" in address))
+        return made
+
+
+def receive(sock: zmq.Socket[bytes]) -> list[bytes] | None:
+    """The parts of the next message, None where there is none."""
+    try:
+        return sock.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def send(sock: zmq.Socket[bytes], parts: list[bytes]) -> bool:
+    """Whether the message was taken: not where the peer is gone, or leaves its messages unread."""
+    assert len(parts) <= _MAX_FRAMES
+    with contextlib.suppress(zmq.ZMQError):
+        sock.send_multipart(parts, zmq.NOBLOCK)
+        return True
+    return False

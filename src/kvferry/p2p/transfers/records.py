@@ -1,0 +1,103 @@
+"""What the receiving side keeps of each transfer and each claim, and what it has done for it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from kvferry.errors import TransferError
+from kvferry.p2p.signal.messages import Message, Offer
+from kvferry.p2p.transfers.outgoing import Session
+
+Place = object  # room in the receive buffer; what it is, the effects know
+
+
+class InKey(NamedTuple):
+    """`part` is the sender's, where several ranks send under one id."""
+
+    transfer_id: str
+    part: int
+
+
+class State(enum.Enum):
+    """What a transfer waits for; see docs/p2p.md."""
+
+    OFFERED = "offered"
+    LANDING = "landing"
+    STOPPING = "stopping"
+    KEPT = "kept"
+    DELIVERING = "delivering"
+
+
+@dataclass(slots=True, eq=False)
+class Claim:
+    """Somebody who waits for a transfer.
+
+    `problem` says why an offer is not what is waited for. `destination` is the claimant's own memory, None where the
+    receive buffer is to lend some. `progress` is told of each item that lands. `deliver` is called once, with a place
+    where there is no destination, or an error; nothing touches the destination any more then.
+    """
+
+    key: InKey
+    ends_at: float
+    problem: Callable[[Offer], TransferError | None]
+    deliver: Callable[[Place | None, TransferError | None], None]
+    destination: object | None = None
+    progress: Callable[[int], None] = lambda _item: None
+    asked: Session = None
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """One transfer that was offered. `place` is what it holds of the receive buffer."""
+
+    key: InKey
+    session: Session
+    offer: Offer
+    offered_at: float
+    ends_at: float
+    state: State = State.OFFERED
+    claim: Claim | None = None
+    place: Place | None = None
+    error: TransferError | None = None
+    left: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.left.update(range(len(self.offer.item_bytes)))
+
+    def is_late(self, now: float) -> bool:
+        """Whether half of the time has passed in which it may wait for room."""
+        return now > (self.offered_at + self.ends_at) / 2
+
+
+class ReceiverEffects(Protocol):
+    """What the receiving side has done for it; none of it waits."""
+
+    def tell(self, session: Session, message: Message) -> None:
+        """Send a message over a session; nothing happens where it is gone."""
+
+    def unfit(self, session: Session, offer: Offer) -> TransferError | None:
+        """What is wrong with an offer in itself; None where nothing is."""
+
+    def too_large(self, offer: Offer) -> TransferError | None:
+        """Why no room could ever be enough for it; None where some could, or where a claim may bring blocks."""
+
+    def reserve(self, session: Session, offer: Offer) -> Place | None:
+        """Room for the whole transfer, or None where there is not enough now."""
+
+    def release(self, place: Place | None) -> None:
+        """Give room back."""
+
+    def held(self, session: Session) -> int:
+        """Bytes of room that a session's transfers hold."""
+
+    def expect(self, session: Session, offer: Offer, destination: object) -> None:
+        """Let the carrier write what comes into a destination or place."""
+
+    def stop_landing(self, session: Session, number: int) -> None:
+        """Let the carrier stop writing; it answers by `IncomingTable.landing_stopped`."""
+
+    def copy(self, key: InKey, offer: Offer, place: Place, destination: object) -> None:
+        """Copy what was kept to a destination; answered by `IncomingTable.copied`."""
