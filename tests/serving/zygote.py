@@ -16,12 +16,13 @@ import sys
 import traceback
 from typing import Any
 
+from doubles.nccl_side import NcclSide
 from serving.engine_side import EngineSide
 from serving.server_side import ServerSide
 from soak.doomed_side import DoomedSide
 from soak.load_side import LoadSide
 
-KINDS = {"server": ServerSide, "engine": EngineSide, "load": LoadSide, "doomed": DoomedSide}
+KINDS = {"server": ServerSide, "engine": EngineSide, "load": LoadSide, "doomed": DoomedSide, "nccl": NcclSide}
 
 PID = struct.Struct("<i")
 
