@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvferry.cache.tiers import ChunkName, Tier
 from kvferry.cache.tiers.disk import DiskTier
 from kvferry.server.tiers.fetches import Fetch
 from kvferry.server.tiers.lower_tiers import LowerTiers
+from kvferry.server.tiers.room import TierLimits
 from kvferry.server.tiers.tasks import TierCompletion
 from kvferry.server.tiers.threads import TierThreads
 
@@ -38,7 +39,7 @@ def name(prompt: str) -> ChunkName:
 
 
 class TierBench:
-    """`num_chunks` of memory over tiers of this process."""
+    """`num_chunks` of memory over tiers of this process; `quotas` are those on disk and in the remote tier."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class TierBench:
         disk_bytes: int = 1 << 30,
         remote: MemoryTier | None = None,
         write_back: bool = False,
+        quotas: tuple[Mapping[str, int], ...] = (),
     ) -> None:
         self.disk = disk if isinstance(disk, MemoryTier) else None
         self.remote = remote
@@ -61,7 +63,7 @@ class TierBench:
             self.index,
             self.pool,
             disk=None if disk is None else self._threads(disk),
-            disk_bytes=disk_bytes,
+            limits=TierLimits(disk_bytes, *quotas),
             remote=None if remote is None else self._threads(remote),
             write_back=write_back,
         )

@@ -14,11 +14,11 @@ from kvferry.settings import (
     Kind,
     Setting,
     are_options,
-    are_quotas,
     choice,
     is_host_port,
     is_remote_url,
     path,
+    quotas,
     seconds,
 )
 
@@ -160,15 +160,12 @@ class ServerConfig:
             "drain-s", "How long the end may take to write to lower tiers what is in none, and to delete.", 0
         ).metadata,
     )
-    tenant_quotas: Mapping[str, int] = field(
-        default_factory=dict,
-        metadata=Setting(
-            name="tenant-quota",
-            kind=Kind.SIZES,
-            help="How much memory a tenant may fill; `*` stands for those that are not named.",
-            allowed="TENANT=SIZE, a tenant being `uid:NUMBER`, `token:NAME` or `*`",
-            check=are_quotas,
-        ).metadata,
+    tenant_quotas: Mapping[str, int] = field(default_factory=dict, metadata=quotas("tenant-quota", "memory").metadata)
+    tenant_disk_quotas: Mapping[str, int] = field(
+        default_factory=dict, metadata=quotas("tenant-disk-quota", "of the disk tier").metadata
+    )
+    tenant_remote_quotas: Mapping[str, int] = field(
+        default_factory=dict, metadata=quotas("tenant-remote-quota", "of the object store").metadata
     )
     verify_memory: bool = field(
         default=False,
@@ -215,6 +212,10 @@ class ServerConfig:
             raise ValueError("disk and disk-size go together: one of them is not set")
         if self.remote_options and self.remote_url is None:
             raise ValueError("remote-option is set, but no remote")
+        if self.tenant_disk_quotas and self.disk_path is None:
+            raise ValueError("tenant-disk-quota is set, but no disk")
+        if self.tenant_remote_quotas and self.remote_url is None:
+            raise ValueError("tenant-remote-quota is set, but no remote")
 
 
 def server_settings() -> dict[str, Setting]:

@@ -107,6 +107,17 @@ def path(name: str, text: str) -> Setting:
     return Setting(name=name, kind=Kind.TEXT, help=text, allowed="a path", check=lambda p: bool(p) and "\0" not in p)
 
 
+def quotas(name: str, what: str) -> Setting:
+    """A size for each tenant."""
+    return Setting(
+        name=name,
+        kind=Kind.SIZES,
+        help=f"How much {what} a tenant may fill; `*` stands for those that are not named.",
+        allowed="TENANT=SIZE, a tenant being `uid:NUMBER`, `token:NAME` or `*`",
+        check=are_quotas,
+    )
+
+
 def seconds(name: str, text: str, least: float) -> Setting:
     """A span of time of at most a day."""
     return Setting(

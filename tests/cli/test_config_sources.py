@@ -35,6 +35,8 @@ CASES: dict[str, tuple[list[str], object]] = {
     "remote_options": (["region=eu", "secret_access_key=a=b"], {"region": "eu", "secret_access_key": "a=b"}),
     "write_policy": (["write-back"], "write-back"),
     "tenant_quotas": (["uid:5=1GiB", "*=64KiB"], {"uid:5": 1 << 30, "*": 1 << 16}),
+    "tenant_disk_quotas": (["uid:5=1GiB", "*=0"], {"uid:5": 1 << 30, "*": 0}),
+    "tenant_remote_quotas": (["token:a=1GiB"], {"token:a": 1 << 30}),
     "verify_memory": (["true"], True),
     "metrics": ([":0"], ":0"),
     "stall_s": (["3"], 3.0),
@@ -47,6 +49,8 @@ NEEDS: dict[str, dict[str, list[str]]] = {
     "disk_path": {"disk_bytes": ["1GiB"]},
     "disk_bytes": {"disk_path": ["/var/kv"]},
     "remote_options": {"remote_url": ["s3://bucket"]},
+    "tenant_disk_quotas": {"disk_path": ["/var/kv"], "disk_bytes": ["1GiB"]},
+    "tenant_remote_quotas": {"remote_url": ["s3://bucket"]},
 }
 SETTINGS = server_settings()
 

@@ -9,6 +9,7 @@ import xxhash
 
 from kvferry.cache.tiers import ChunkMeta, ChunkName
 from kvferry.cache.tiers.disk import StoredChunk
+from kvferry.cache.tiers.format import HEADER_BYTES
 from kvferry.errors import ChunkCorruptError, ChunkMissingError, DeadlineError, TierFullError
 
 WAIT_S = 20.0
@@ -89,10 +90,18 @@ class MemoryTier:
         for name in names:
             self.chunks.pop(name, None)
 
-    def delete_namespace(self, namespace: bytes) -> None:
+    def delete_namespace(self, namespace: bytes, on_page: Callable[[], None]) -> None:
         self._enter("delete")
         for name in [name for name in self.chunks if name.namespace == namespace]:
             del self.chunks[name]
+            on_page()
+            self._enter("page")
+
+    def namespace_bytes(self, namespace: bytes, on_page: Callable[[], None]) -> int:
+        self._enter("measure")
+        on_page()
+        chunks = list(self.chunks.items())
+        return sum(HEADER_BYTES + len(data) for name, (_, data, _) in chunks if name.namespace == namespace)
 
     def scan(self) -> Iterator[Sequence[StoredChunk]]:
         self._enter("scan")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
 from doubles.memory_tier import MemoryTier
 from kvferry.cache.tiers import ChunkMeta, ChunkName
-from kvferry.cache.tiers.format import digest_of
+from kvferry.cache.tiers.format import HEADER_BYTES, digest_of
 from kvferry.errors import (
     ChunkCorruptError,
     DeadlineError,
@@ -22,16 +23,19 @@ from kvferry.server.tiers.tasks import (
     DeleteChunks,
     DeleteNamespace,
     FindChunks,
+    MeasureNamespace,
     MeasureSpace,
     Outcome,
     ReadChunk,
     ScanTier,
     TierCompletion,
     TierDone,
+    TierMoved,
     TierScanned,
     WriteChunk,
 )
 from kvferry.server.tiers.threads import TierThreads
+from serving.process import eventually
 
 SPACE = b"n" * 32
 SIZE = 5000
@@ -51,9 +55,13 @@ class Bench:
         self.posted: queue.SimpleQueue[TierCompletion] = queue.SimpleQueue()
         self.threads = TierThreads(tier, memory_address=self.memory.ctypes.data, post=self.posted.put)
         self.threads.start()
+        self.num_moved = 0
 
     def done(self) -> TierDone:
         item = self.posted.get(timeout=10)
+        while isinstance(item, TierMoved):
+            self.num_moved += 1
+            item = self.posted.get(timeout=10)
         assert isinstance(item, TierDone)
         return item
 
@@ -88,7 +96,9 @@ def test_a_chunk_goes_down_and_comes_up_again(bench: Bench) -> None:
     assert bench.done().outcome is Outcome.MISSING
     bench.threads.submit(WriteChunk(7, meta(1), 0))
     bench.done()
-    bench.threads.submit(DeleteNamespace(8, SPACE))
+    bench.threads.submit(MeasureNamespace(8, SPACE))
+    assert bench.done().value == SIZE + HEADER_BYTES
+    bench.threads.submit(DeleteNamespace(9, SPACE))
     assert bench.done().outcome is Outcome.DONE
     assert not bench.tier.chunks
 
@@ -184,3 +194,42 @@ def test_a_thread_that_hangs_shows_in_its_pulse(bench: Bench) -> None:
     bench.tier.wait_inside(1)
     texts = [repr(pulse) for pulse in bench.threads.pulses]
     assert sum("ReadChunk of the disk tier" in text for text in texts) == 1, texts
+
+
+class Paged(MemoryTier):
+    """Deletes a namespace in pages, each when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pages: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def delete_namespace(self, namespace: bytes, on_page: Callable[[], None]) -> None:
+        while self.chunks:
+            self.pages.get(timeout=20)
+            self.chunks.popitem()
+            on_page()
+
+
+def test_a_deletion_of_many_pages_moves_with_each_and_does_not_hold_up_the_end() -> None:
+    """U6: a bucket that is slow, but answers, is no thread that hangs."""
+    tier = Paged()
+    bench = Bench(tier)
+    for key in range(1, 5):
+        bench.threads.submit(WriteChunk(key, meta(key), 0))
+        bench.done()
+    bench.threads.submit(DeleteNamespace(5, SPACE))
+    eventually(lambda: any("DeleteNamespace" in repr(pulse) for pulse in bench.threads.pulses))
+    (pulse,) = [pulse for pulse in bench.threads.pulses if "DeleteNamespace" in repr(pulse)]
+    for _ in range(2):
+        then = time.monotonic()
+        assert pulse.stalled(then + 5, 5) is not None
+        tier.pages.put(None)
+        assert bench.posted.get(timeout=10) == TierMoved("disk")
+        assert pulse.stalled(then + 5, 5) is None
+        assert "DeleteNamespace of the disk tier" in repr(pulse)
+    with pytest.raises(DeadlineError):
+        bench.threads.stop(0.01)
+    tier.pages.put(None)
+    bench.threads.stop()
+    assert bench.posted.get(timeout=10) == TierDone("disk", 5, Outcome.UNAVAILABLE, "the server ends")
+    assert len(tier.chunks) == 1

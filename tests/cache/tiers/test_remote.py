@@ -14,6 +14,7 @@ from obstore.store import S3Store
 from cache.tiers.chunks import MIB, chain_of, is_whole, meta_of, write
 from cache.tiers.conftest import S3
 from kvferry.cache.tiers import ChunkName
+from kvferry.cache.tiers import remote as remote_module
 from kvferry.cache.tiers.format import HEADER_BYTES
 from kvferry.cache.tiers.remote import RemoteTier
 from kvferry.errors import ChunkCorruptError, ChunkMissingError, TierError, TierUnavailableError
@@ -104,7 +105,7 @@ def test_objects_lie_where_they_are_said_to(s3: S3) -> None:
 
 
 @pytest.mark.parametrize("kind", ["s3", "file"])
-def test_a_namespace_goes_whole_and_alone(kind: str, s3: S3, tmp_path: Path) -> None:
+def test_a_namespace_goes_whole_and_alone(kind: str, s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = s3.tier() if kind == "s3" else RemoteTier(f"file://{tmp_path}")
     mine, others = chain_of(1, 12, 10), chain_of(2, 2, 10)
     for meta in mine + others:
@@ -112,11 +113,32 @@ def test_a_namespace_goes_whole_and_alone(kind: str, s3: S3, tmp_path: Path) -> 
     foreign = tmp_path / "kvferry-1" / f"{1:064x}" / "README"
     if kind == "file":
         foreign.write_bytes(b"somebody's")
-    tier.delete_namespace(mine[0].name.namespace)
+    monkeypatch.setattr(remote_module, "_PAGE", 5)
+    pages: list[int] = []
+    size = 12 * (10 + HEADER_BYTES)
+    assert tier.namespace_bytes(mine[0].name.namespace, lambda: pages.append(1)) == size
+    assert 1 <= len(pages) <= 3  # a folder comes as one
+    tier.delete_namespace(mine[0].name.namespace, lambda: pages.append(2))
+    assert pages.count(2) == 2 * pages.count(1)
+    assert tier.namespace_bytes(mine[0].name.namespace) == 0
     assert [tier.find([meta.name]) for meta in mine] == [0] * 12
     assert all(is_whole(tier, meta) for meta in others)
     assert kind == "s3" or foreign.read_bytes() == b"somebody's"
     tier.delete_namespace(mine[0].name.namespace)
+
+
+def test_what_a_page_raises_ends_a_deletion(s3: S3) -> None:
+    tier = s3.tier()
+    chain = chain_of(1, 2, 10)
+    for meta in chain:
+        write(tier, meta)
+
+    def stop() -> None:
+        raise TierUnavailableError("the server ends")
+
+    with pytest.raises(TierUnavailableError, match="the server ends"):
+        tier.delete_namespace(chain[0].name.namespace, stop)
+    assert is_whole(tier, chain[0])
 
 
 def test_a_bucket_that_does_not_exist_is_named(s3: S3) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +21,8 @@ REMOTE_THREADS = 8
 """Calls at one time. Each mostly waits for an answer, so there are more of them than cores would do."""
 
 _PIECE_BYTES = 1 << 20  # what is copied at a time with the interpreter's lock held
-_CLEAR_S = 60.0
+_PAGE = 1000  # objects
+_PAGES_S = 600.0  # for all pages of a namespace
 
 _NO_BUCKET = "<Code>NoSuchBucket</Code>"
 _OBJECT = re.compile(FOLDER + r"/[0-9a-f]{64}/[0-9a-f]{64}")
@@ -51,7 +52,7 @@ class RemoteTier:
     def __init__(self, url: str, *, options: Mapping[str, str] | None = None, timeout_s: float = 10.0) -> None:
         self._url = RemoteUrl.parse(url)
         self._timeout_s = timeout_s
-        self.call_s = 2 * timeout_s  # what a call may take, but for the deletion of a namespace
+        self.call_s = 2 * timeout_s  # what a call may take, or a page of one
         self._store, self._error = open_store(self._url, options or {}, timeout_s)
 
     def __repr__(self) -> str:
@@ -118,17 +119,18 @@ class RemoteTier:
         """Delete chunks' objects. Raises TierUnavailableError."""
         self._delete([_path(name) for name in names])
 
-    def delete_namespace(self, namespace: bytes) -> None:
-        """Delete all objects of a namespace. Raises TierUnavailableError; some may be deleted then."""
-        deadline = time.monotonic() + _CLEAR_S
-        prefix = f"{FOLDER}/{namespace.hex()}"
-        listing = self._ask(f"LIST {prefix}", lambda: iter(self._store.list(prefix, chunk_size=1000)))
-        while batch := self._ask(f"LIST {prefix}", lambda: next(listing, None)):
-            self._delete([entry["path"] for entry in batch if _OBJECT.fullmatch(entry["path"])])
-            if time.monotonic() > deadline:
-                raise TierUnavailableError(
-                    f"{prefix} of {self._url} holds more than {_CLEAR_S} s can delete; ask again"
-                )
+    def delete_namespace(self, namespace: bytes, on_page: Callable[[], None] = lambda: None) -> None:
+        """Delete all objects of a namespace. Raises TierUnavailableError; some may be deleted then.
+
+        `on_page` is called whenever some have been listed or deleted; what it raises ends this.
+        """
+        for page in self._pages(namespace, on_page):
+            self._delete([path for path, _ in page])
+            on_page()
+
+    def namespace_bytes(self, namespace: bytes, on_page: Callable[[], None] = lambda: None) -> int:
+        """How many bytes all objects of a namespace have. Raises as `delete_namespace` does."""
+        return sum(nbytes for page in self._pages(namespace, on_page) for _, nbytes in page)
 
     def close(self) -> None:
         """There is nothing to give back: connections end with the object."""
@@ -140,6 +142,17 @@ class RemoteTier:
         except FileNotFoundError:
             return False
         return True
+
+    def _pages(self, namespace: bytes, on_page: Callable[[], None]) -> Iterator[list[tuple[str, int]]]:
+        """The paths and sizes of a namespace's objects, some at a time."""
+        deadline = time.monotonic() + _PAGES_S
+        prefix = f"{FOLDER}/{namespace.hex()}"
+        listing = self._ask(f"LIST {prefix}", lambda: iter(self._store.list(prefix, chunk_size=_PAGE)))
+        while batch := self._ask(f"LIST {prefix}", lambda: next(listing, None)):
+            on_page()
+            yield [(entry["path"], entry["size"]) for entry in batch if _OBJECT.fullmatch(entry["path"])]
+            if time.monotonic() > deadline:
+                raise TierUnavailableError(f"{prefix} of {self._url} holds more than {_PAGES_S:g} s are enough for")
 
     def _delete(self, paths: Sequence[str]) -> None:
         if not paths:

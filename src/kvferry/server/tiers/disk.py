@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from kvferry.cache import Chunk, ChunkIndex, ChunkState, Reservation, Space
+from kvferry.cache import Chunk, ChunkIndex, ChunkState, Quotas, Reservation, Space
 from kvferry.cache.tiers import ChunkName
 from kvferry.cache.tiers.disk import StoredChunk
 from kvferry.server.net.rounds import ITEM_S, Budget
@@ -35,10 +35,10 @@ class DiskSide:
     nothing is before the scan has (`can_write`). What could not be deleted is tried again, ever more rarely.
     """
 
-    def __init__(self, queue: TierQueue, limit_bytes: int) -> None:
+    def __init__(self, queue: TierQueue, limit_bytes: int, quotas: Mapping[str, int]) -> None:
         self.queue = queue
         self.pool = FilePool(limit_bytes, self._on_free)
-        self.index = ChunkIndex(self.pool)
+        self.index = ChunkIndex(self.pool, quotas=Quotas(quotas))
         self._limit_bytes = limit_bytes
         self._chunks: dict[int, Chunk] = {}  # by the pool's number; that have a file, or may get one
         self._files = Files()
@@ -229,6 +229,7 @@ class DiskSide:
             "disk_used_bytes": self.pool.used_bytes,
             "disk_capacity_bytes": self.pool.capacity_bytes,
             "disk_evicted": self.index.counters.evicted,
+            "disk_writes_over_quota": self.index.counters.skipped_quota,
             "disk_torn": self._scan.num_torn,
             "disk_scanning": float(self.scanning),
             "disk_deleting": len(self._deletions),

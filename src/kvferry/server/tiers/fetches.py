@@ -134,6 +134,7 @@ class Fetches:
 
     def _ask(self, remote: RemoteSide, fetch: Fetch, start: int) -> None:
         """Ask for the next few of the chain; more than these come only if all of them do."""
+        remote.quotas.look_at(fetch.space)
         end = min(len(fetch.keys), start + FIND_CHUNKS)
         names = remote.may_have(fetch.space.digest, (fetch.keys[place] for place in range(start, end)))
         if names:

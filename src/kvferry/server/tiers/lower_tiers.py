@@ -15,7 +15,8 @@ from kvferry.server.tiers.disk import DiskSide
 from kvferry.server.tiers.fetches import Fetch, Fetches
 from kvferry.server.tiers.queue import TierQueue
 from kvferry.server.tiers.remote import RemoteSide
-from kvferry.server.tiers.tasks import TierDone, TierScanned
+from kvferry.server.tiers.room import TierLimits
+from kvferry.server.tiers.tasks import TierDone, TierMoved, TierScanned
 from kvferry.server.tiers.threads import TierThreads
 from kvferry.server.tiers.writes import Writes
 from kvferry.server.watch.pulse import Watched
@@ -26,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _REMOTE_SHARE = 0.25
 _CLEAR_S = 60.0
 _MAX_CLEARINGS = 1024
+_NO_LIMITS = TierLimits()
 
 
 class LowerTiers:
@@ -37,8 +39,8 @@ class LowerTiers:
         The chunks in memory, and where they lie.
     disk, remote
         The threads of these tiers, not started yet.
-    disk_bytes
-        How much the disk may hold.
+    limits
+        How much the tiers may hold.
     write_back
         Write as memory fills up, not at once.
     """
@@ -49,13 +51,14 @@ class LowerTiers:
         pool: Pool,
         *,
         disk: TierThreads | None = None,
-        disk_bytes: int = 0,
+        limits: TierLimits = _NO_LIMITS,
         remote: TierThreads | None = None,
         write_back: bool = False,
     ) -> None:
         self._threads = [threads for threads in (disk, remote) if threads is not None]
-        self._disk = None if disk is None else DiskSide(TierQueue(disk), disk_bytes)
-        self._remote = None if remote is None else RemoteSide(TierQueue(remote), pool, _REMOTE_SHARE)
+        self._disk = None if disk is None else DiskSide(TierQueue(disk), limits.disk_bytes, limits.disk_quotas)
+        quotas = limits.remote_quotas
+        self._remote = None if remote is None else RemoteSide(TierQueue(remote), pool, _REMOTE_SHARE, quotas=quotas)
         self._queues = {side.queue.name: side.queue for side in (self._disk, self._remote) if side is not None}
         self._writes = Writes(memory, pool, disk=self._disk, remote=self._remote, write_back=write_back)
         self._fetches = Fetches(memory, pool, disk=self._disk, remote=self._remote, writes=self._writes)
@@ -129,7 +132,7 @@ class LowerTiers:
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
         """What is done with each kind of item that the tiers' threads post to the loop."""
-        return {TierDone: self._on_done, TierScanned: self._on_scanned}
+        return {TierDone: self._on_done, TierMoved: self._on_moved, TierScanned: self._on_scanned}
 
     def tick(self, now: float) -> None:
         """To be called every second at least: that is how time passes here."""
@@ -230,6 +233,9 @@ class LowerTiers:
     def _on_done(self, done: TierDone) -> None:
         self._queues[done.tier].on_done(done)
         self._go_on(Budget(ITEM_S))
+
+    def _on_moved(self, moved: TierMoved) -> None:
+        self._queues[moved.tier].on_moved()
 
     def _on_scanned(self, scanned: TierScanned) -> None:
         assert self._disk is not None

@@ -17,6 +17,7 @@ from kvferry.server.tiers.tasks import (
     DeleteChunks,
     DeleteNamespace,
     FindChunks,
+    MeasureNamespace,
     MeasureSpace,
     Outcome,
     ReadChunk,
@@ -128,6 +129,10 @@ class TierQueue:
         """Forget all of a namespace."""
         self._submit(DeleteNamespace(next(self._ids), namespace), on_end)
 
+    def measure_namespace(self, namespace: bytes, on_end: OnEnd) -> None:
+        """Ask how much a namespace has."""
+        self._submit(MeasureNamespace(next(self._ids), namespace), on_end)
+
     def measure(self, on_end: OnEnd) -> None:
         """Ask how much room is left."""
         self._submit(MeasureSpace(next(self._ids)), on_end)
@@ -138,20 +143,25 @@ class TierQueue:
         self._scanning = True
         self._threads.submit(ScanTier())
 
-    def on_scanned(self, *, ended: bool) -> None:
-        """Some of what is there has been told."""
+    def on_moved(self) -> None:
+        """A task in the tier's threads has ended, or come further."""
         self._moved_at = self._now
         self._stuck = False
+
+    def on_scanned(self, *, ended: bool) -> None:
+        """Some of what is there has been told."""
+        self.on_moved()
         self._scanning = not ended
 
     def on_done(self, done: TierDone) -> None:
         """A task has ended in the tier's threads."""
         task, on_end = self._tasks.pop(done.task_id)
-        self._moved_at = self._now
-        self._stuck = False
+        self.on_moved()
         self._count(task, done)
         if isinstance(task, (DeleteChunks, DeleteNamespace)):
             self.counters.deletes_failed += done.outcome is not Outcome.DONE  # says nothing of other calls
+        elif isinstance(task, MeasureNamespace):
+            pass  # neither does that
         elif done.outcome is Outcome.UNAVAILABLE:
             self._count_failure(done)
         elif isinstance(task, (WriteChunk, ReadChunk, FindChunks)):  # the rest may work where these do not
@@ -220,7 +230,9 @@ class TierQueue:
 
     def _withdraw(self) -> None:
         """Take back all that no thread has begun, but for deletions, which go on where they can; `work` ends it."""
-        self._withdrawn.extend(self._threads.withdraw((WriteChunk, ReadChunk, FindChunks, MeasureSpace)))
+        self._withdrawn.extend(
+            self._threads.withdraw((WriteChunk, ReadChunk, FindChunks, MeasureNamespace, MeasureSpace))
+        )
 
     def _end_one(self) -> bool:
         if self._withdrawn:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
-from kvferry.cache import Pool
+from kvferry.cache import Chunk, Pool
 from kvferry.cache.tiers import ChunkName
+from kvferry.server.tiers.bucket_quotas import BucketQuotas
 from kvferry.server.tiers.clears import Ending, OnGone, Undeleted
-from kvferry.server.tiers.queue import TierQueue
+from kvferry.server.tiers.queue import TierQueue, name_of
 from kvferry.server.tiers.tasks import Outcome, TierDone
 
 _MISS_S = 5.0
@@ -27,8 +28,9 @@ class RemoteSide:
     What waits to be written there may hold up to `share` of the memory's `pool`.
     """
 
-    def __init__(self, queue: TierQueue, pool: Pool, share: float) -> None:
+    def __init__(self, queue: TierQueue, pool: Pool, share: float, *, quotas: Mapping[str, int]) -> None:
         self.queue = queue
+        self.quotas = BucketQuotas(queue, quotas)
         self._now = time.monotonic()
         self._pool = pool
         self._share = share
@@ -56,20 +58,29 @@ class RemoteSide:
             names.append(name)
         return tuple(names)
 
-    def can_write(self, name: ChunkName, nbytes: int) -> bool:
+    def can_write(self, chunk: Chunk) -> bool:
         """Whether one more may be written; else it is skipped, since memory is not kept waiting for a slow network."""
         room = self._share * self._pool.capacity_bytes - self._backlog_bytes
-        return self.queue.usable and not self._is_deleting(name) and nbytes <= room
+        there = self.queue.usable and not self._is_deleting(name_of(chunk)) and chunk.nbytes <= room
+        return there and self.quotas.fits(chunk.space, chunk.nbytes)
 
-    def begin_write(self, name: ChunkName, nbytes: int) -> None:
+    def skip(self, chunk: Chunk, count: int) -> None:
+        """It, and so many with it, cannot be written."""
+        self.queue.counters.writes_skipped += count
+        self.quotas.num_skipped += 0 if self.quotas.fits(chunk.space, chunk.nbytes) else count
+
+    def begin_write(self, chunk: Chunk) -> None:
         """It is on its way."""
-        self._writing.add(name)
-        self._backlog_bytes += nbytes
+        self._writing.add(name_of(chunk))
+        self._backlog_bytes += chunk.nbytes
+        self.quotas.begin_write(chunk.space, chunk.nbytes)
 
-    def end_write(self, name: ChunkName, nbytes: int, *, well: bool) -> None:
+    def end_write(self, chunk: Chunk, *, well: bool) -> None:
         """It is there, or was not written."""
+        name = name_of(chunk)
         self._writing.discard(name)
-        self._backlog_bytes -= nbytes
+        self._backlog_bytes -= chunk.nbytes
+        self.quotas.end_write(chunk.space, chunk.nbytes, well=well)
         if well:
             self.know([name])
             for on_gone in self.late.pop(name, ()):  # what was there before is overwritten
@@ -131,11 +142,16 @@ class RemoteSide:
         self._now = now
         self._undeleted.tick(now)
         self._try_again()
+        self.quotas.tick(now)
 
     def values(self) -> dict[str, float]:
         """Counters and gauges by name."""
-        gauges = {"remote_backlog_bytes": self._backlog_bytes, "remote_deleting": sum(self._deleting.values())}
-        return {**self.queue.values(), **gauges}
+        return {
+            **self.queue.values(),
+            "remote_writes_over_quota": self.quotas.num_skipped,
+            "remote_backlog_bytes": self._backlog_bytes,
+            "remote_deleting": sum(self._deleting.values()),
+        }
 
     def _is_deleting(self, name: ChunkName) -> bool:
         return name in self._deleting or name.namespace in self._deleting
@@ -157,6 +173,9 @@ class RemoteSide:
     def _on_deleted(self, gone: Gone, on_gone: OnGone, done: TierDone) -> None:
         if done.outcome is Outcome.DONE:
             self._end_deletion(gone)
+            for namespace in gone:
+                if isinstance(namespace, bytes):
+                    self.quotas.forget(namespace)
             on_gone("")
             return
         if len(self._undeleted) >= _MAX_UNDELETED and isinstance(gone[0], ChunkName):  # fewer, but larger ones

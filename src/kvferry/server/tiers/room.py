@@ -1,10 +1,21 @@
-"""How much may wait for the lower tiers, of one tenant and of all."""
+"""How much the lower tiers may hold, and how much may wait for them, of one tenant and of all."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 _TENANT_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class TierLimits:
+    """How many bytes the disk may hold, and how many each tenant there and in the bucket (see `Quotas`)."""
+
+    disk_bytes: int = 0
+    disk_quotas: Mapping[str, int] = field(default_factory=dict)
+    remote_quotas: Mapping[str, int] = field(default_factory=dict)
 
 
 class WaitingRoom:

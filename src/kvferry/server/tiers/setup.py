@@ -11,6 +11,7 @@ from kvferry.cache.tiers.disk import DiskTier
 from kvferry.cache.tiers.remote import RemoteTier
 from kvferry.config import ServerConfig
 from kvferry.server.tiers.lower_tiers import LowerTiers
+from kvferry.server.tiers.room import TierLimits
 from kvferry.server.tiers.tasks import TierCompletion
 from kvferry.server.tiers.threads import TierThreads
 
@@ -41,7 +42,7 @@ def make_tiers(
         index,
         pool,
         disk=None if config.disk_path is None else threads(DiskTier(config.disk_path)),
-        disk_bytes=config.disk_bytes or 0,
+        limits=TierLimits(config.disk_bytes or 0, config.tenant_disk_quotas, config.tenant_remote_quotas),
         remote=None if config.remote_url is None else threads(RemoteTier(config.remote_url, options=options)),
         write_back=config.write_policy == "write-back",
     )

@@ -59,6 +59,14 @@ class DeleteNamespace:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureNamespace:
+    """How many bytes does all of a namespace have?"""
+
+    task_id: int
+    namespace: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class MeasureSpace:
     """How much room is left where the tier keeps its chunks?"""
 
@@ -70,7 +78,7 @@ class ScanTier:
     """What is there? Answered by `TierScanned`, of which the last has `ended`."""
 
 
-AnsweredTask = WriteChunk | ReadChunk | FindChunks | DeleteChunks | DeleteNamespace | MeasureSpace
+AnsweredTask = WriteChunk | ReadChunk | FindChunks | DeleteChunks | DeleteNamespace | MeasureNamespace | MeasureSpace
 TierTask = AnsweredTask | ScanTier
 
 
@@ -90,7 +98,7 @@ class Outcome(enum.Enum):
 class TierDone:
     """A task has ended, and its memory is not touched any more.
 
-    `value` is what FindChunks or MeasureSpace found, `digest` the checksum of what ReadChunk has read.
+    `value` is what FindChunks found or what was measured, `digest` the checksum of what ReadChunk has read.
     """
 
     tier: str
@@ -99,6 +107,13 @@ class TierDone:
     text: str = ""
     value: int = 0
     digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class TierMoved:
+    """A task that takes long has come a bit further."""
+
+    tier: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +130,4 @@ class TierScanned:
     num_torn: int = 0
 
 
-TierCompletion = TierDone | TierScanned
+TierCompletion = TierDone | TierMoved | TierScanned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import threading
 import time
@@ -25,12 +26,14 @@ from kvferry.server.tiers.tasks import (
     DeleteChunks,
     DeleteNamespace,
     FindChunks,
+    MeasureNamespace,
     MeasureSpace,
     Outcome,
     ReadChunk,
     ScanTier,
     TierCompletion,
     TierDone,
+    TierMoved,
     TierScanned,
     TierTask,
     WriteChunk,
@@ -43,7 +46,6 @@ _T = TypeVar("_T")
 
 _IDLE_S = 1.0
 _SLACK_S = 5.0  # beyond what a tier says that its calls may take
-_LONG = 8  # times as long may deletions take that go over many pages
 # What somebody waits for comes first, and writes, which nobody waits for, last: after what makes room for them.
 _PRIORITIES: dict[type[TierTask], int] = {
     ReadChunk: 0,
@@ -51,6 +53,7 @@ _PRIORITIES: dict[type[TierTask], int] = {
     MeasureSpace: 0,
     DeleteChunks: 1,
     DeleteNamespace: 1,
+    MeasureNamespace: 1,
     ScanTier: 2,
     WriteChunk: 3,
 }
@@ -78,10 +81,16 @@ class LocalTier(Protocol):
 
 @runtime_checkable
 class SharedTier(Protocol):
-    """A tier of which nobody knows all that is in it."""
+    """A tier of which nobody knows all that is in it.
 
-    def delete_namespace(self, namespace: bytes) -> None:
+    What goes over many pages calls `on_page` after each; what that raises ends it.
+    """
+
+    def delete_namespace(self, namespace: bytes, on_page: Callable[[], None]) -> None:
         """Forget all chunks of a namespace. Raises TierUnavailableError, some of them being forgotten then."""
+
+    def namespace_bytes(self, namespace: bytes, on_page: Callable[[], None]) -> int:
+        """How much is in a namespace. Raises TierUnavailableError."""
 
 
 class TierThreads:
@@ -167,12 +176,18 @@ class TierThreads:
             task = self._take()
             if task is None:
                 continue
-            limit_s = self._limit_s * (_LONG if isinstance(task, DeleteNamespace) else 1)
-            with pulse.step(f"{type(task).__name__} of the {self.tier.name} tier", limit_s):
+            with pulse.step(f"{type(task).__name__} of the {self.tier.name} tier", self._limit_s):
                 if isinstance(task, ScanTier):
                     self._scan_some(task)
                 else:
-                    self._post(self._answer(task))
+                    self._post(self._answer(task, functools.partial(self._go_on, pulse)))
+
+    def _go_on(self, pulse: Pulse) -> None:
+        """What the thread is in has come a page further. Raises TierUnavailableError at the end of the server."""
+        if self._stopping:
+            raise TierUnavailableError("the server ends")
+        pulse.go_on()
+        self._post(TierMoved(self.tier.name))
 
     def _take(self) -> TierTask | None:
         """The task whose turn it is; None where there is none for a while."""
@@ -181,11 +196,11 @@ class TierThreads:
                 self._changed.wait(_IDLE_S)
             return None if self._stopping else next((tasks.popleft() for tasks in self._queues if tasks), None)
 
-    def _answer(self, task: AnsweredTask) -> TierDone:
-        outcome, text, (value, digest) = self._guarded(lambda: self._do(task), (0, b""))
+    def _answer(self, task: AnsweredTask, on_page: Callable[[], None]) -> TierDone:
+        outcome, text, (value, digest) = self._guarded(lambda: self._do(task, on_page), (0, b""))
         return TierDone(self.tier.name, task.task_id, outcome, text, value, digest)
 
-    def _do(self, task: AnsweredTask) -> tuple[int, bytes]:
+    def _do(self, task: AnsweredTask, on_page: Callable[[], None]) -> tuple[int, bytes]:
         """What the tier says: a number, a checksum."""
         value, digest = 0, b""
         if isinstance(task, WriteChunk):
@@ -198,7 +213,10 @@ class TierThreads:
             self.tier.delete(task.names)
         elif isinstance(task, DeleteNamespace):
             assert isinstance(self.tier, SharedTier), self.tier
-            self.tier.delete_namespace(task.namespace)
+            self.tier.delete_namespace(task.namespace, on_page)
+        elif isinstance(task, MeasureNamespace):
+            assert isinstance(self.tier, SharedTier), self.tier
+            value = self.tier.namespace_bytes(task.namespace, on_page)
         else:
             assert isinstance(self.tier, LocalTier), self.tier
             value = self.tier.free_bytes()

@@ -17,7 +17,7 @@ _MAX_TRIES = 3
 # Write-back begins when less than this share of the memory is free, or clean and so as good as free.
 _CLEAN_SHARE = 0.25
 _SLACK = 64
-# What the disk did not take, though it was there to be had, is tried again so much later, if memory has it still.
+# What a tier did not take, though it was there to be had, is tried again so much later, if memory has it still.
 _AGAIN_S = 10.0
 _MAX_MISSED = 1 << 16
 
@@ -75,9 +75,9 @@ class Writes:
         self._begin(last.chain())
 
     def tick(self, now: float) -> None:
-        """Try again what the disk has missed, if that works by now."""
+        """Try again what a tier has missed, if that works by now."""
         disk = self._disk
-        if now < self._again_at or disk is None or disk.scanning or not disk.queue.usable:
+        if now < self._again_at or (disk is not None and (disk.scanning or not disk.queue.usable)):
             return
         self._again_at = now + _AGAIN_S
         missed, self._missed = self._missed, {}
@@ -194,19 +194,21 @@ class Writes:
     def _to_remote(self, remote: RemoteSide, chain: Sequence[Chunk]) -> None:
         missing = [chunk for chunk in chain if not remote.has(name_of(chunk))]
         for number, chunk in enumerate(missing):
-            if not remote.can_write(name_of(chunk), chunk.nbytes):
-                remote.queue.counters.writes_skipped += len(missing) - number
+            if not remote.can_write(chunk):
+                remote.skip(chunk, len(missing) - number)
+                if not remote.quotas.knows(chunk.space):
+                    self._miss(chain[-1])
                 break
-            remote.begin_write(name_of(chunk), chunk.nbytes)
+            remote.begin_write(chunk)
             self._hold(chunk)
             remote.queue.write(chunk, chunk, functools.partial(self._end_remote, remote, chunk))
 
     def _end_remote(self, remote: RemoteSide, chunk: Chunk, done: TierDone) -> None:
         name, there = name_of(chunk), self._memory.find(chunk.space, chunk.key)
         well = there is chunk and done.outcome is Outcome.DONE
-        remote.end_write(name, chunk.nbytes, well=well)
+        remote.end_write(chunk, well=well)
         replaced = there is not None and there is not chunk and there.visible
-        if there is not None and replaced and remote.can_write(name, there.nbytes):
+        if there is not None and replaced and remote.can_write(there):
             self._to_remote(remote, [there])
         elif there is not chunk or (not well and name in remote.late):  # what came there was forgotten meanwhile
             remote.forget(name)

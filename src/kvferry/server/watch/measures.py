@@ -73,6 +73,9 @@ MEASURES: Mapping[str, Measure] = {
     "tier_writes_failed": _count("Writes that failed; the log says why.", "tier"),
     "tier_writes_full": _count("Writes that it had no room for.", "tier"),
     "tier_writes_skipped": _count("Writes that were left out: it is paused, or too far behind.", "tier"),
+    "tier_writes_over_quota": _count(
+        "Those of them that were left out as their tenant's quota there is used up.", "tier"
+    ),
     "tier_reads_failed": _count("Reads that failed; a miss each.", "tier"),
     "tier_deletes_failed": _count("Deletions that failed, and are tried again; the log says why.", "tier"),
     "tier_corrupt": _count("Chunks that were torn, damaged or not what their name says; a miss each.", "tier"),

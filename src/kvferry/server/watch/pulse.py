@@ -34,6 +34,11 @@ class Pulse:
         """The thread has come round its loop once more."""
         self._now = ("its loop", time.monotonic(), 0.0)
 
+    def go_on(self) -> None:
+        """What the thread is in has come a bit further."""
+        what, _, limit_s = self._now
+        self._now = (what, time.monotonic(), limit_s)
+
     @contextlib.contextmanager
     def step(self, what: str, limit_s: float = 0.0) -> Iterator[None]:
         """Name what the body does, which may hang. Steps may lie in one another: the innermost one is told.
