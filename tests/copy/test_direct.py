@@ -16,7 +16,7 @@ from copy_checks import check_gather, check_scatter, chunks_in, flat_side, idle,
 from copy_layouts import CASES, UNTOUCHED, make_case
 from doubles import copy_kernel, fake_cuda
 from kvferry.copy import CudaCopier, oracle
-from kvferry.copy.direct import cut_rows, mean_run_bytes, runs_of
+from kvferry.copy.direct import mean_run_bytes, runs_of
 from kvferry.cuda.device import bound
 from kvferry.errors import CopyCancelled, CudaError
 
@@ -57,7 +57,8 @@ def test_both_ways(driver: fake_cuda.FakeDriver, copier: CudaCopier, name: str) 
 @pytest.mark.usefixtures("always_direct")
 @pytest.mark.parametrize("step_bytes", [1, 100, 1 << 20])
 def test_steps_of_any_size(monkeypatch: pytest.MonkeyPatch, copier: CudaCopier, step_bytes: int) -> None:
-    monkeypatch.setattr("kvferry.copy.direct._STEP_BYTES", step_bytes)
+    for name in ("_STEP_BYTES", "_PART_BYTES", "_FIRST_PART_BYTES"):
+        monkeypatch.setattr(f"kvferry.copy.direct.{name}", step_bytes)
     case = make_case([1, 300, 77, 20], num_blocks=12, per_chunk=3, num_chunks=4, pad=3)
     check_gather(copier, case, 5)
     check_scatter(copier, case, 4)
@@ -84,7 +85,7 @@ def test_neighbours_are_one_copy(copier: CudaCopier) -> None:
         storages = case.random_storages(1)
         plan = planned(case, storages, flat_side(case)[1])
         assert mean_run_bytes(plan) == size
-        assert set(runs_of(plan, to_flat=True)[:, 2].tolist()) == {size}
+        assert set(runs_of(plan, to_flat=True)[2].tolist()) == {size}
         check_gather(copier, case, 0)
         check_scatter(copier, case, 5)
 
@@ -104,13 +105,13 @@ def test_runs_are_the_rows(data: st.DataObject) -> None:
     storages = case.random_storages(1)
     plan = planned(case, storages, flat_side(case)[1], skip)
     rows = runs_of(plan, to_flat=False)
-    moved = [(int(t) + i, int(s) + i) for t, s, n in rows for i in range(n)]
+    moved = [(int(t) + i, int(s) + i) for t, s, n in rows.T for i in range(n)]
     expected = [(int(t) + i, int(s) + i) for t, s, n in plan.rows(to_flat=False) for i in range(n)]
     assert sorted(moved) == sorted(expected)
-    assert (rows[:, 2] > 0).all()
-    if len(rows):
-        assert mean_run_bytes(plan) == pytest.approx(rows[:, 2].mean())
-        assert np.array_equal(np.concatenate(list(cut_rows(rows))), rows)
+    assert (rows[2] > 0).all()
+    assert rows.flags.c_contiguous
+    if rows.shape[1]:
+        assert mean_run_bytes(plan) == pytest.approx(rows[2].mean())
 
 
 def test_cancel_waits_for_what_was_started(driver: fake_cuda.FakeDriver, copier: CudaCopier) -> None:
@@ -119,7 +120,7 @@ def test_cancel_waits_for_what_was_started(driver: fake_cuda.FakeDriver, copier:
     plan = planned(BIG, storages, flats)
     expected = oracle.gather(BIG.layout, storages, BIG.ids, num_chunks=BIG.num_chunks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvferry.copy.direct._STEP_BYTES", 2 * BLOCK)
+        small_steps(patch)
         answers = iter([False] * 5 + [True])
         with pytest.raises(CopyCancelled, match=f"after {5 * 2 * BLOCK} bytes"):
             copier.gather(plan, lambda: next(answers))
@@ -131,6 +132,12 @@ def test_cancel_waits_for_what_was_started(driver: fake_cuda.FakeDriver, copier:
     assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+def small_steps(patch: pytest.MonkeyPatch) -> None:
+    """A step is a chunk of BIG."""
+    for name in ("_PART_BYTES", "_FIRST_PART_BYTES"):
+        patch.setattr(f"kvferry.copy.direct.{name}", 2 * BLOCK)
+
+
 def wait_for(gate: threading.Event) -> None:
     gate.wait(30)
 
@@ -139,7 +146,7 @@ def test_no_more_than_four_steps_are_under_way(driver: fake_cuda.FakeDriver, cop
     storages, (memory, flats) = BIG.random_storages(6), flat_side(BIG)
     plan = planned(BIG, storages, flats)
     with pytest.MonkeyPatch.context() as patch, bound(0) as drv:
-        patch.setattr("kvferry.copy.direct._STEP_BYTES", 2 * BLOCK)
+        small_steps(patch)
         gate = threading.Event()
         held = driver.fake.stream(copier._direct._stream.handle)  # type: ignore[union-attr]
         held.push(functools.partial(wait_for, gate))
@@ -165,7 +172,7 @@ def test_a_failing_call_leaves_nothing_in_flight(
 ) -> None:
     storages, (memory, flats) = BIG.random_storages(7), flat_side(BIG)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvferry.copy.direct._STEP_BYTES", 2 * BLOCK)
+        small_steps(patch)
         driver.fake.failures[call] = [0, 0, 0, 700]
         with pytest.raises(CudaError, match=call):
             (copier.gather if to_flat else copier.scatter)(planned(BIG, storages, flats))
@@ -184,7 +191,7 @@ def test_two_copies_take_turns_in_one_thread(copier: CudaCopier) -> None:
     wanted = [storage.copy() for storage in back]
     oracle.scatter(BIG.layout, wanted, BIG.ids, chunks, 0)
     with CudaCopier(0, 256 << 10) as other, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvferry.copy.direct._STEP_BYTES", 2 * BLOCK)
+        small_steps(patch)
         both = [
             copier.steps(planned(BIG, storages, flats), to_flat=True),
             other.steps(planned(BIG, back, places), to_flat=False),

@@ -158,7 +158,11 @@ def test_the_copy_engine_alone_in_virtual_memory() -> None:
         assert memory[-1] == UNTOUCHED
 
 
-def test_cancel_waits_and_the_next_copy_is_right() -> None:
+@pytest.mark.parametrize("way", ["kernel", "direct"])
+def test_cancel_waits_and_the_next_copy_is_right(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr("kvferry.copy.cuda.MIN_RUN_BYTES", 1 << 40 if way == "kernel" else 0)
+    for name in ("_PART_BYTES", "_FIRST_PART_BYTES"):
+        monkeypatch.setattr(f"kvferry.copy.direct.{name}", 1)
     case = make_case([64 << 10], num_blocks=96, per_chunk=2, num_chunks=48)
     storages = case.random_storages(7)
     tensors = on_device(storages)
