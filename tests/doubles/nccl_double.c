@@ -78,7 +78,7 @@ static __thread int depth;
 static __thread int group_error;
 static __thread launch *group;
 static char last_error[256] = "";
-static atomic_int num_communicators, num_registered;
+static atomic_int num_communicators, num_registered, num_hung;
 
 static int failed(int code, const char *text) {
   snprintf(last_error, sizeof last_error, "%s", text);
@@ -104,7 +104,9 @@ static long number(const char *name, long otherwise) {
 }
 
 static void hang_until_aborted(comm *c) {
+  atomic_fetch_add(&num_hung, 1);
   while (!atomic_load(&c->aborted)) usleep(1000);
+  atomic_fetch_sub(&num_hung, 1);
 }
 
 /* ---- Where ranks meet: a thread that waits for both, and gives each its ends of two pairs of sockets. ---- */
@@ -311,6 +313,7 @@ static int quiet(comm *c) {
 EXPORT void nccl_double_set_enqueue(enqueue_function function) { enqueue = function; }
 EXPORT int nccl_double_num_communicators(void) { return atomic_load(&num_communicators); }
 EXPORT int nccl_double_num_registered(void) { return atomic_load(&num_registered); }
+EXPORT int nccl_double_num_hung(void) { return atomic_load(&num_hung); }
 EXPORT int nccl_double_max_ctas(comm *c) { return c->max_ctas; }
 
 EXPORT int ncclGetVersion(int *version) {

@@ -225,7 +225,8 @@ class Communicator:
             future.set_exception(error)
         self._chores.clear()
         if stuck is not None:
-            self.ended.set_exception(stuck)  # the stream is left as it is: the driver may never be done with it
+            self._lane.abandon()
+            self.ended.set_exception(stuck)
             return
         self._lane.close()
         self.ended.set_result(None)

@@ -112,6 +112,11 @@ class Lane:
         self._spare.clear()
         self._stream.close()
 
+    def abandon(self) -> None:
+        """Leave stream and events as they are, for ever: the GPU may never be done with them."""
+        for owned in (self._stream, *self._spare):
+            owned.handle = 0
+
     def _launch(self, comm: int, exchange: Exchange) -> None:
         library = self._library
         self._launching = exchange

@@ -50,7 +50,7 @@ class NcclLauncher:
         self._changed = threading.Condition()  # for the fields below; held for moments only
         self._tasks: deque[Callable[[], object]] = deque()
         self._members: list[Communicator] = []
-        self._stuck: list[Communicator] = []  # kept: their streams may be in use for ever
+        self._stuck = 0
         self._stopping = False
         self._quiet_s = _SHORTEST_S
         self._memory = self._make_memory()
@@ -95,15 +95,15 @@ class NcclLauncher:
 
     @property
     def num_communicators(self) -> int:
-        """Those that live, in whatever state."""
+        """Those that have not ended."""
         with self._changed:
-            return len(self._members)
+            return self._living()
 
     @property
     def num_stuck(self) -> int:
         """Those that could not be ended, and still hold what they have."""
         with self._changed:
-            return len(self._stuck)
+            return self._stuck
 
     def close(self) -> None:
         """End all communicators, well where possible, and the thread. Idempotent; waits, but not without end."""
@@ -143,7 +143,7 @@ class NcclLauncher:
         with self._changed:
             if self._stopping:
                 raise NcclError(f"the NCCL launcher of device {self.device} is closed")
-            if len(self._members) + len(self._stuck) >= self.settings.max_communicators:
+            if self._living() + self._stuck >= self.settings.max_communicators:
                 raise NcclError(
                     f"device {self.device} has {self.settings.max_communicators} communicators already, which is what "
                     "it may have: close one, or raise max_communicators"
@@ -166,6 +166,10 @@ class NcclLauncher:
         sends, receives = [(self._memory, _FIRST_BYTES)], [(self._memory + _FIRST_BYTES, _FIRST_BYTES)]
         comm.exchange(sends=sends, receives=receives, timeout_s=timeout_s).add_done_callback(tell)
         return connected
+
+    def _living(self) -> int:
+        """One that ended stays among the members for a moment more."""
+        return sum(member.state is not State.ENDED for member in self._members)
 
     def _post(self, task: Callable[[], object]) -> None:
         with self._changed:
@@ -205,8 +209,7 @@ class NcclLauncher:
             )
         with self._changed:
             self._members.remove(member)
-            if stuck:
-                self._stuck.append(member)
+            self._stuck += stuck
 
     def _rest(self, changed: bool) -> None:
         """Wait for a task; not for long while there is something to poll, and longer the longer nothing changes."""
