@@ -32,7 +32,8 @@ class MemoryTier:
         self.stopped: set[str | ChunkName] = set()
         self.mtimes: dict[ChunkName, int] = {}
         self.log: list[str] = []
-        self.num_inside = self.num_torn = 0
+        self.num_inside = self.num_torn = self.num_unlisted = 0
+        self.num_opened = 1
         self.num_closed = 0
         self.on_written: Callable[[ChunkMeta, bytes], None] = lambda meta, data: None
         self._changed = threading.Condition()

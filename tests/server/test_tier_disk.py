@@ -103,6 +103,41 @@ def test_what_is_cleared_before_it_was_found_is_not_found(make: Make) -> None:
     assert set(disk.chunks) == {name("a")}
 
 
+def test_what_another_server_left_is_found_once_the_folder_is_ones_own_again(make: Make) -> None:
+    bench = make(disk=MemoryTier())
+    assert bench.disk is not None
+    bench.settle()
+    bench.store("ab")
+    bench.settle()
+    bench.disk.chunks.update(filled(make, "abc", "xyz").chunks)
+    bench.disk.failures["delete"] = TierUnavailableError("no")
+    bench.index.discard_space(SPACE)
+    bench.tiers.clear(SPACE, keys("xy"), 1)
+    bench.tiers.clear(SPACE, keys("ab"), 1)
+    bench.settle()
+    bench.tick(2)
+    bench.settle()
+    assert bench.load("xyz") == 0
+    bench.disk.num_opened += 1
+    for _ in range(4):
+        bench.tick(2)
+        bench.store("nm")  # what is there already is not written again
+        bench.settle()
+    assert bench.load("xyz") == 3
+    assert bench.load("ab") == 1  # cleared, though its file could not be deleted
+    assert bench.values()["disk_chunks"] == 6
+    assert bench.disk.log.count("scan") == 1 + 9  # twice in all
+
+
+def test_what_a_search_could_not_look_into_is_counted(make: Make) -> None:
+    disk = MemoryTier()
+    disk.num_unlisted = 2
+    bench = make(disk=disk)
+    assert bench.values()["disk_unlisted"] == 0
+    bench.settle()
+    assert bench.values()["disk_unlisted"] == 2
+
+
 def test_a_disk_that_cannot_be_listed_is_used_all_the_same(make: Make) -> None:
     disk = MemoryTier()
     disk.failures["scan"] = TierUnavailableError("no")

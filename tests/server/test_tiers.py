@@ -278,3 +278,18 @@ def test_what_was_cleared_does_not_come_back(make_stage: MakeStage) -> None:
     restart(stage)
     wait_until_ready(stage, engine)
     assert load(engine, 2, 4, held[2]) == 0
+
+
+def test_a_server_that_takes_its_folder_back_finds_what_another_one_has_left(make_stage: MakeStage) -> None:
+    stage = make_stage("a")
+    engine = started(stage)
+    store(engine, 1, 4)
+    settle(engine)
+    shutil.rmtree(Path(stage._config["disk_path"]) / "kvferry-1")
+    other = make_stage("b")
+    held = store(started(other), 2, 6)
+    eventually(lambda: len(files(other)) == 6)
+    eventually(lambda: bool(stats(engine)["disk_paused"]))
+    other.server.kill()
+    eventually(lambda: stats(engine)["disk_chunks"] >= 6 and not stats(engine)["disk_scanning"], 30)
+    assert load(engine, 2, 6, held) == 6

@@ -53,6 +53,11 @@ class DiskTier:
         self.num_torn = self._home.num_swept
         self.num_unlisted = 0
 
+    @property
+    def num_opened(self) -> int:
+        """How often the folder was taken: more than once where somebody deleted it, and another server came between."""
+        return self._home.num_opened
+
     def __repr__(self) -> str:
         return f"<DiskTier {self._home.path}{'' if self.direct else ', buffered'}>"
 

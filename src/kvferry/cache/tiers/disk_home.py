@@ -45,6 +45,7 @@ class DiskHome:
         self.folder = os.path.join(self.path, FOLDER)
         self._lock_path = os.path.join(self.folder, _LOCK)
         self.num_swept = 0
+        self.num_opened = 0  # how often it was taken: what is in it may be another server's each time
         self._prefix = os.urandom(4).hex()
         self._numbers = itertools.count()
         self._restoring = threading.Lock()
@@ -168,6 +169,7 @@ class DiskHome:
             raise
         self.close()
         self._lock_fd, self._lock = fd, lock
+        self.num_opened += 1
 
     def _make_path(self) -> None:
         """Make PATH where it is missing. Raises OSError."""

@@ -64,6 +64,9 @@ class Undeleted(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._left)
 
+    def __contains__(self, name: K) -> bool:
+        return name in self._left
+
     def values(self) -> Collection[V]:
         """All of it."""
         return self._left.values()

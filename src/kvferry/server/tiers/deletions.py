@@ -41,6 +41,10 @@ class Deletions:
         """Whether the file of that name is being deleted."""
         return name in self._deleting
 
+    def want(self, name: ChunkName) -> bool:
+        """Whether the file of that name is being deleted, or could not be."""
+        return name in self._deleting or name in self._undeleted
+
     @property
     def going_on(self) -> bool:
         """Whether files are being deleted."""

@@ -53,9 +53,12 @@ class DiskSide:
 
     def start(self) -> None:
         """Begin to find out what is there, and how much room."""
+        self._search()
+        self.measure()
+
+    def _search(self) -> None:
         self._scan.goes_on = True
         self.queue.scan()
-        self.measure()
 
     @property
     def scanning(self) -> bool:
@@ -201,7 +204,7 @@ class DiskSide:
 
     def on_scanned(self, scanned: TierScanned) -> None:
         """Take in what was found; what cannot be used is deleted."""
-        self._scan.num_torn = scanned.num_torn
+        self._scan.num_torn, self._scan.num_unlisted = scanned.num_torn, scanned.num_unlisted
         self.queue.on_scanned(ended=scanned.ended)
         limit, self.pool.capacity_bytes = self.pool.capacity_bytes, _NO_LIMIT  # the oldest go at the end, not now
         for stored in scanned.chunks:
@@ -210,7 +213,7 @@ class DiskSide:
         if scanned.text:
             _LOG.error("the disk tier was not read to its end: %s", scanned.text)
         if scanned.ended:
-            scan, self._scan = self._scan, Search(num_torn=scanned.num_torn)
+            scan, self._scan = self._scan, Search(False, scanned.num_torn, scanned.num_unlisted, self._scan.num_opened)
             for space, key, on_gone in scan.waits:
                 cut = None if key is None else self._cuts.get(ChunkName(space.digest, key))
                 if cut is not None:
@@ -231,6 +234,7 @@ class DiskSide:
             "disk_evicted": self.index.counters.evicted,
             "disk_writes_over_quota": self.index.counters.skipped_quota,
             "disk_torn": self._scan.num_torn,
+            "disk_unlisted": self._scan.num_unlisted,
             "disk_scanning": float(self.scanning),
             "disk_deleting": len(self._deletions),
         }
@@ -239,6 +243,8 @@ class DiskSide:
         meta = stored.meta
         space = Space(meta.tenant, meta.name.namespace)
         chunk = None
+        if self._deletions.want(meta.name):
+            return
         if space not in self._scan.cleared and meta.name not in self._scan.cleared:
             chunk = self.index.restore(space, meta.name.key, meta.parent, meta.nbytes, stored.mtime_ns)
         if chunk is None:  # nothing can be done with it: what it hangs from is gone
@@ -270,6 +276,12 @@ class DiskSide:
 
     def _on_measured(self, done: TierDone) -> None:
         self._measure_at = self._now + _MEASURE_S
+        if done.num_opened > self._scan.num_opened and not self.scanning and not self.leaving:
+            _LOG.info(
+                "the disk tier's folder is this server's again: it is searched for what another one has left there"
+            )
+            self._scan.num_opened = done.num_opened
+            self._search()
         if done.outcome is Outcome.DONE and not self.scanning:
             room = self.pool.used_bytes - self._unwritten_bytes + self._deletions.nbytes + done.value
             self.pool.capacity_bytes = min(self._limit_bytes, room)

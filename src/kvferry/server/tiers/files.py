@@ -31,9 +31,14 @@ class FilePool(BytePool):
 
 @dataclass(slots=True)
 class Search:
-    """The search for what an earlier run has left; what was `cleared` since may still be found, for that `waits`."""
+    """The search for what another run has left; what was `cleared` since may still be found, for that `waits`.
+
+    `num_opened` is that of the tier when it was searched; see `TierDone`.
+    """
 
     goes_on: bool = False
     num_torn: int = 0
+    num_unlisted: int = 0
+    num_opened: int = 1
     cleared: set[Space | ChunkName] = field(default_factory=set)
     waits: list[tuple[Space, bytes | None, OnGone]] = field(default_factory=list)

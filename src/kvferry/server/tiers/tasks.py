@@ -99,6 +99,7 @@ class TierDone:
     """A task has ended, and its memory is not touched any more.
 
     `value` is what FindChunks found or what was measured, `digest` the checksum of what ReadChunk has read.
+    `num_opened` is how often the tier has taken its place by then: after each time there may be something else.
     """
 
     tier: str
@@ -107,6 +108,7 @@ class TierDone:
     text: str = ""
     value: int = 0
     digest: bytes = b""
+    num_opened: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ class TierMoved:
 class TierScanned:
     """Some of what is there, parents before children. `text` says why the scan ended early, where it did.
 
-    `num_torn` is how many were found, and removed, that were not whole.
+    `num_torn` is how many were found so far, and removed, that were not whole, `num_unlisted` how many folders of
+    chunks could not be listed by this scan.
     """
 
     tier: str
@@ -128,6 +131,7 @@ class TierScanned:
     ended: bool
     text: str = ""
     num_torn: int = 0
+    num_unlisted: int = 0
 
 
 TierCompletion = TierDone | TierMoved | TierScanned

@@ -68,9 +68,17 @@ _OUTCOMES: tuple[tuple[type[TierError], Outcome], ...] = (
 
 @runtime_checkable
 class LocalTier(Protocol):
-    """A tier of this server alone, which can say what it has. `num_torn` chunks were not whole, and are gone."""
+    """A tier of this server alone, which can say what it has.
+
+    `num_torn` chunks were not whole, and are gone; `num_unlisted` places of chunks could not be looked into by the last
+    scan. `num_opened` is how often it took its place.
+    """
 
     num_torn: int
+    num_unlisted: int
+
+    @property
+    def num_opened(self) -> int: ...
 
     def scan(self) -> Iterator[Sequence[StoredChunk]]:
         """All chunks that are there, some at a time, parents before children. Raises TierUnavailableError."""
@@ -112,6 +120,7 @@ class TierThreads:
         self._post = post
         call_s: float = getattr(tier, "call_s", 0.0)  # what a call may take, where the tier says so
         self._limit_s = call_s and call_s + _SLACK_S
+        self._local = tier if isinstance(tier, LocalTier) else None
         self._scan: Iterator[Sequence[StoredChunk]] | None = None
         self._queues: tuple[deque[TierTask], ...] = tuple(deque() for _ in set(_PRIORITIES.values()))
         self._changed = threading.Condition()
@@ -198,7 +207,8 @@ class TierThreads:
 
     def _answer(self, task: AnsweredTask, on_page: Callable[[], None]) -> TierDone:
         outcome, text, (value, digest) = self._guarded(lambda: self._do(task, on_page), (0, b""))
-        return TierDone(self.tier.name, task.task_id, outcome, text, value, digest)
+        num_opened = 0 if self._local is None else self._local.num_opened
+        return TierDone(self.tier.name, task.task_id, outcome, text, value, digest, num_opened)
 
     def _do(self, task: AnsweredTask, on_page: Callable[[], None]) -> tuple[int, bytes]:
         """What the tier says: a number, a checksum."""
@@ -218,18 +228,20 @@ class TierThreads:
             assert isinstance(self.tier, SharedTier), self.tier
             value = self.tier.namespace_bytes(task.namespace, on_page)
         else:
-            assert isinstance(self.tier, LocalTier), self.tier
-            value = self.tier.free_bytes()
+            assert self._local is not None, self.tier
+            value = self._local.free_bytes()
         return value, digest
 
     def _scan_some(self, task: ScanTier) -> None:
         """One step of the scan; the next one queues again, so that others have their turn."""
-        tier = self.tier
-        assert isinstance(tier, LocalTier), tier
+        tier = self._local
+        assert tier is not None, self.tier
         scan = self._scan = self._scan or tier.scan()
         _, text, chunks = self._guarded(lambda: next(scan, None), None)
         ended = chunks is None
-        self._post(TierScanned(tier.name, tuple(chunks or ()), ended, text, tier.num_torn))
+        if ended:
+            self._scan = None
+        self._post(TierScanned(self.tier.name, tuple(chunks or ()), ended, text, tier.num_torn, tier.num_unlisted))
         if not ended:
             self.submit(task)
 

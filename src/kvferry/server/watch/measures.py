@@ -80,6 +80,7 @@ MEASURES: Mapping[str, Measure] = {
     "tier_deletes_failed": _count("Deletions that failed, and are tried again; the log says why.", "tier"),
     "tier_corrupt": _count("Chunks that were torn, damaged or not what their name says; a miss each.", "tier"),
     "tier_torn": _count("Files of an earlier run that were no whole chunks, and were removed.", "tier"),
+    "tier_unlisted": _gauge("Folders of chunks that the last search could not look into, and left out.", "tier"),
     "tier_missing": _count("Chunks that were gone when they were to be read; a miss each.", "tier"),
     "tier_queue": _gauge("Calls to it that wait or run.", "tier"),
     "tier_backlog_bytes": _gauge("Bytes that wait to be written to it.", "tier"),
