@@ -89,7 +89,8 @@ def test_a_chunk_goes_down_and_comes_up_again(bench: Bench) -> None:
     bench.threads.submit(FindChunks(3, (meta(1).name, meta(2).name)))
     assert bench.done().value == 1
     bench.threads.submit(MeasureSpace(4))
-    assert bench.done().value == bench.tier.limit_bytes - SIZE
+    measured = bench.done()
+    assert (measured.value, measured.num_opened) == (bench.tier.limit_bytes - SIZE, 1)
     bench.threads.submit(DeleteChunks(5, (meta(1).name, meta(2).name)))
     assert bench.done().outcome is Outcome.DONE
     bench.threads.submit(ReadChunk(6, meta(1), 0))

@@ -99,7 +99,7 @@ class TierDone:
     """A task has ended, and its memory is not touched any more.
 
     `value` is what FindChunks found or what was measured, `digest` the checksum of what ReadChunk has read.
-    `num_opened` is how often the tier has taken its place by then: after each time there may be something else.
+    `num_opened` of MeasureSpace is how often the tier has taken its place: each time there may be something else in it.
     """
 
     tier: str

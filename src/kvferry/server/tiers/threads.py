@@ -207,7 +207,7 @@ class TierThreads:
 
     def _answer(self, task: AnsweredTask, on_page: Callable[[], None]) -> TierDone:
         outcome, text, (value, digest) = self._guarded(lambda: self._do(task, on_page), (0, b""))
-        num_opened = 0 if self._local is None else self._local.num_opened
+        num_opened = self._local.num_opened if self._local is not None and isinstance(task, MeasureSpace) else 0
         return TierDone(self.tier.name, task.task_id, outcome, text, value, digest, num_opened)
 
     def _do(self, task: AnsweredTask, on_page: Callable[[], None]) -> tuple[int, bytes]:
