@@ -60,7 +60,8 @@ class NcclDouble:
 def doubles(path: Path, visible: tuple[int, ...] = (0, 1)) -> Iterator[tuple[FakeDriver, NcclDouble]]:
     """Both doubles, installed: the driver's, over the host's GPUs `visible`, and the NCCL at `path`."""
     with installed(visible) as driver:
-        yield driver, NcclDouble(path, driver)
+        double = NcclDouble(path, driver)  # kept until the end, whatever becomes of what is given: the library calls it
+        yield driver, double
 
 
 def memory(device: int, nbytes: int) -> int:

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 _ANSWER_S = 45.0
 
 
-def join(first: Side, second: Side, *, timeout_s: float = 20.0) -> None:
+def join(first: Side, second: Side, *, within_s: float = 20.0) -> None:
     """Connect two sides, of which the first made the id, and is rank 0."""
     unique_id = first.call("unique_id")["unique_id"]
     uuids = [side.call("uuid")["uuid"] for side in (second, first)]
     for rank, side in enumerate((first, second)):
-        side.ask("connect", unique_id=unique_id, rank=rank, peer_uuid=uuids[rank], timeout_s=timeout_s)
+        side.ask("connect", unique_id=unique_id, rank=rank, peer_uuid=uuids[rank], within_s=within_s)
     for side in (first, second):
         side.answer()
 
@@ -57,7 +57,7 @@ class NcclSide:
         self.launcher: NcclLauncher | None = None
         self.comm: Communicator | None = None
         self.memory: dict[str, tuple[int, int]] = {}
-        self.running: Future[None] | None = None
+        self.running_exchange: Future[None] | None = None
 
     def uuid(self) -> Any:
         return {"uuid": visible_uuids()[self.device]}
@@ -70,7 +70,7 @@ class NcclSide:
     def unique_id(self) -> Any:
         return {"unique_id": base64.b64encode(bytes(self.library.ncclGetUniqueId())).decode()}
 
-    def connect(self, unique_id: str, rank: int, peer_uuid: str, timeout_s: float) -> Any:
+    def connect(self, unique_id: str, rank: int, peer_uuid: str, within_s: float) -> Any:
         if self.launcher is None:
             self.launch()
         assert self.launcher is not None
@@ -80,14 +80,16 @@ class NcclSide:
             rank,
             peer_device_uuid=peer_uuid,
             name=f"of rank {1 - rank}",
-            timeout_s=timeout_s,
+            timeout_s=within_s,
         )
         self.comm = connecting.result(_ANSWER_S)
         return {"seconds": time.monotonic() - began}
 
     def alloc(self, name: str, nbytes: int, seed: int | None = None) -> Any:
-        with bound(self.device) as drv:
-            self.memory[name] = (drv.mem_alloc(nbytes), nbytes)
+        """New memory, unless there is some of that name."""
+        if name not in self.memory:
+            with bound(self.device) as drv:
+                self.memory[name] = (drv.mem_alloc(nbytes), nbytes)
         if seed is not None:
             self.fill(name, seed)
         return {"address": self.memory[name][0]}
@@ -105,10 +107,13 @@ class NcclSide:
         self.comm.unregister(handle).result(_ANSWER_S)
         return {}
 
-    def fill(self, name: str, seed: int) -> Any:
-        """Random bytes."""
+    def fill(self, name: str, seed: int | None = None, value: int = 0) -> Any:
+        """With random bytes, or with one value."""
         tensor = self._tensor(name)
-        tensor.random_(0, 256, generator=torch.Generator(tensor.device).manual_seed(seed))
+        if seed is None:
+            tensor.fill_(value)
+        else:
+            tensor.random_(0, 256, generator=torch.Generator(tensor.device).manual_seed(seed))
         self._synchronize(tensor)
         return {}
 
@@ -116,32 +121,43 @@ class NcclSide:
         tensor = self._tensor(name)[offset : None if nbytes is None else offset + nbytes]
         return {"digest": hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()}
 
-    def begin(self, sends: Any = (), receives: Any = (), timeout_s: float = 30.0) -> Any:
+    def peek(self, name: str, offset: int) -> Any:
+        """One byte, also while an exchange writes there."""
+        return {"byte": int(self._tensor(name)[offset])}
+
+    def begin(self, sends: Any = (), receives: Any = (), within_s: float = 30.0) -> Any:
         """Give an exchange to the launcher."""
         assert self.comm is not None
         ranges = [[self._range(*given) for given in side] for side in (sends, receives)]
-        self.running = self.comm.exchange(sends=ranges[0], receives=ranges[1], timeout_s=timeout_s)
+        self.running_exchange = self.comm.exchange(sends=ranges[0], receives=ranges[1], timeout_s=within_s)
         return {}
 
     def finish(self) -> Any:
         """Wait for it."""
-        assert self.running is not None
+        assert self.running_exchange is not None
         began = time.monotonic()
-        self.running.result(_ANSWER_S)
+        self.running_exchange.result(_ANSWER_S)
         return {"seconds": time.monotonic() - began}
 
-    def exchange(self, sends: Any = (), receives: Any = (), timeout_s: float = 30.0) -> Any:
+    def running(self) -> Any:
+        """Whether it has ended, and how."""
+        assert self.running_exchange is not None
+        done = self.running_exchange.done()
+        error = self.running_exchange.exception(0) if done else None
+        return {"done": done, "error": None if error is None else type(error).__name__}
+
+    def exchange(self, sends: Any = (), receives: Any = (), within_s: float = 30.0) -> Any:
         began = time.monotonic()
-        self.begin(sends, receives, timeout_s)
+        self.begin(sends, receives, within_s)
         self.finish()
         return {"seconds": time.monotonic() - began}
 
-    def repeat(self, count: int, sends: Any = (), receives: Any = (), timeout_s: float = 40.0) -> Any:
+    def repeat(self, count: int, sends: Any = (), receives: Any = (), within_s: float = 40.0) -> Any:
         """The same exchange so many times, two at a time with the launcher; for rates."""
         assert self.comm is not None
         ranges = [[self._range(*given) for given in side] for side in (sends, receives)]
         began = time.monotonic()
-        futures = [self.comm.exchange(sends=ranges[0], receives=ranges[1], timeout_s=timeout_s) for _ in range(count)]
+        futures = [self.comm.exchange(sends=ranges[0], receives=ranges[1], timeout_s=within_s) for _ in range(count)]
         for future in futures:
             future.result(_ANSWER_S)
         return {"seconds": time.monotonic() - began}

@@ -187,6 +187,17 @@ def test_a_finalisation_that_hangs_becomes_an_abort(nccl_so: Path, monkeypatch: 
         monkeypatch.delenv("NCCL_DOUBLE_HANG")
 
 
+def test_a_launcher_closes_in_time_though_a_peer_does_not_take_part(nccl_so: Path) -> None:
+    with ranks(nccl_so, settings=NcclSettings(end_timeout_s=0.3)) as made:
+        sender, _ = made.pair()
+        sent = sender.exchange(sends=[Memory(0, MIB).range], timeout_s=60)
+        eventually(lambda: len(sender._lane._running) == 1)
+        made.launchers[0].close()
+        assert sender.state is State.ENDED
+        with pytest.raises(NcclPeerError, match=r"it was closed, and what it had to do took over 0\.3 s"):
+            sent.result(WAIT_S)
+
+
 def test_a_driver_that_fails_fails_the_communicator_and_no_other(two: Ranks) -> None:
     broken, _ = two.pair()
     good = two.pair()

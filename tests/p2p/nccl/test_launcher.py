@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -102,6 +103,26 @@ def test_both_ways_at_once_over_one_communicator(two: Ranks) -> None:
         for wait in waits:
             wait.result(WAIT_S)
     assert (got.read(), gotten.read()) == (theirs.read(), mine.read())
+
+
+def test_both_ways_at_once_over_a_communicator_each_a_hundred_times(two: Ranks) -> None:
+    there, back = two.pair(0, 1), two.pair(1, 0)
+    mine, theirs = Memory(0, MIB, random=True), Memory(1, MIB, random=True)
+    got, gotten = Memory(0, MIB), Memory(1, MIB)
+    for number in range(100):
+        waits = [
+            there[0].exchange(sends=[mine.range], timeout_s=10),
+            back[0].exchange(sends=[theirs.range], timeout_s=10),
+            back[1].exchange(receives=[got.range], timeout_s=10),
+            there[1].exchange(receives=[gotten.range], timeout_s=10),
+        ]
+        for wait in waits:
+            wait.result(WAIT_S)
+        if number % 25 == 0:
+            assert (got.read(), gotten.read()) == (theirs.read(), mine.read())
+            got.write(bytes(MIB))
+            mine.write(os.urandom(MIB))
+    assert got.read() == theirs.read()
 
 
 @pytest.mark.parametrize("connections", ["1", "8"])

@@ -103,7 +103,7 @@ class Communicator:
         return self.ended
 
     def close(self) -> Future[None]:
-        """End it well: exchanges that it has are done first. Gives `ended`. Idempotent."""
+        """End it well: what it has to do is done first, as far as that takes `end_timeout_s`. Gives `ended`."""
         self._post(self._close)
         return self.ended
 
@@ -141,6 +141,8 @@ class Communicator:
             self._library.ncclCommFinalize(self._handle)
             self._enter(State.FINALIZING)
             return True
+        if self._state is State.CLOSING and now > self._deadline:
+            raise NcclPeerError(f"it was closed, and what it had to do took over {self._end_timeout_s} s")
         return changed
 
     def _step_finalizing(self, now: float) -> bool:
@@ -193,7 +195,7 @@ class Communicator:
         if self._state is State.CONNECTING:
             self._fail(NcclPeerError("it was closed before it was connected"))
         elif self._state is State.READY:
-            self._state = State.CLOSING
+            self._enter(State.CLOSING)
 
     def _fail(self, error: KVFerryError) -> None:
         """Begin to end it for a failure; of an end that fails itself nothing is left to be done but to say so."""

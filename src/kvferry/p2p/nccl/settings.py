@@ -19,13 +19,14 @@ class NcclSettings:
     """For all communicators of one device.
 
     `max_ctas`: multiprocessors that a transfer may take, which bounds its rate and its memory (`bytes_per_peer`): on an
-    H200 4, 8 and 16 of them move 128, 249 and 332 GB/s. Both sides of a pair need the same number.
+    H200 4, 8 and 16 of them move 128, 249 and 332 GB/s. Both sides of a pair need the same number. `end_timeout_s`
+    bounds each step of an end: what is still to be done, finalising, aborting (which takes half a second on an H200).
     """
 
     max_ctas: int = 8
     max_communicators: int = 12
     connect_timeout_s: float = 20.0
-    end_timeout_s: float = 10.0
+    end_timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
         if self.max_ctas < 1 or self.max_communicators < 1:
