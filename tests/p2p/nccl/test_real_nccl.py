@@ -54,7 +54,10 @@ def test_the_structures_are_the_headers(library: NCCLLibrary, tmp_path: Path) ->
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler (cc or gcc)")
-    for name, text in {"cuda_runtime.h": "typedef struct CUstream_st *cudaStream_t;", "cuda_fp16.h": ""}.items():
+    for name, text in {
+        "cuda_runtime.h": "typedef struct CUstream_st *cudaStream_t; typedef struct CUevent_st *cudaEvent_t;",
+        "cuda_fp16.h": "",
+    }.items():
         (tmp_path / name).write_text(text)
     fields = ["size", "magic", "version", "blocking", "cgaClusterSize", "minCTAs", "maxCTAs", "netName", "splitShare"]
     (tmp_path / "say.c").write_text(
