@@ -114,6 +114,14 @@ def test_runs_are_the_rows(data: st.DataObject) -> None:
         assert mean_run_bytes(plan) == pytest.approx(rows[2].mean())
 
 
+@pytest.mark.usefixtures("always_direct")
+def test_a_driver_of_cuda_12_8(driver: fake_cuda.FakeDriver, copier: CudaCopier) -> None:
+    del driver._functions["cuMemcpyBatchAsync_v2"]
+    check_gather(copier, BIG, 0)
+    check_scatter(copier, BIG, 7)
+    assert driver.fake.calls["cuMemcpyBatchAsync"] > 0
+
+
 def test_cancel_waits_for_what_was_started(driver: fake_cuda.FakeDriver, copier: CudaCopier) -> None:
     storages = BIG.random_storages(6)
     memory, flats = flat_side(BIG)

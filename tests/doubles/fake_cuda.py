@@ -26,7 +26,8 @@ class FakeDriver(Driver):
         self.fake = FakeWork(visible, mig)
         super().__init__(self.fake)
         if old:
-            del self._functions["cuMemcpyBatchAsync_v2"]
+            for name in ("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2"):
+                del self._functions[name]
 
     def make_tensor(self, address: int, nbytes: int, device: int, owner: object) -> torch.Tensor:
         assert self.fake.device() == device, "make_tensor needs the device's context"
@@ -44,7 +45,7 @@ class FakeDriver(Driver):
 
 @contextlib.contextmanager
 def installed(visible: Sequence[int] = (0,), *, mig: bool = False, old: bool = False) -> Iterator[FakeDriver]:
-    """Use a new double as this process's driver inside the block; an `old` one is from before CUDA 13."""
+    """Use a new double as this process's driver inside the block; an `old` one is from before CUDA 12.8."""
     driver = FakeDriver(visible, mig=mig, old=old)
     set_driver_for_testing(driver)
     try:

@@ -233,6 +233,11 @@ class FakeWork(FakeVmm):
 
         self.stream(handle).push(copy)
 
+    def do_cuMemcpyBatchAsync(self, *args: Any) -> None:
+        *rest, wrong, handle = args
+        wrong._obj.value = (1 << 64) - 1
+        self.do_cuMemcpyBatchAsync_v2(*rest, handle)
+
     def do_cuMemsetD8Async(self, dst: int, value: int, nbytes: int, handle: int) -> None:
         self.stream(handle).push(functools.partial(_discard, ctypes.memset, dst, value, nbytes))
 

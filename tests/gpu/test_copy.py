@@ -15,6 +15,7 @@ from copy_layouts import CASES, UNTOUCHED, Case, layout_of, make_case
 from doubles.vmm_pool import VmmPool
 from kvferry.copy import ChunkMap, CopyPlan, CudaCopier, oracle
 from kvferry.copy.oracle import Bytes
+from kvferry.cuda.driver import driver
 from kvferry.errors import CopyCancelled
 from kvferry.layout import Plane
 
@@ -139,6 +140,18 @@ def test_the_copy_engine_alone(copier: CudaCopier, monkeypatch: pytest.MonkeyPat
     test_gather(copier, name, 1)
     test_scatter(copier, name, 4, 0.0)
     test_scatter(copier, name, 0, 0.4)
+
+
+@pytest.mark.parametrize("name", ["pages_dense", "big_blocks"])
+def test_the_copy_engine_as_a_driver_of_cuda_12_8_is_called(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    functions = driver()._functions
+    if "cuMemcpyBatchAsync" not in functions:
+        pytest.skip("this driver has the newer function alone")
+    monkeypatch.delitem(functions, "cuMemcpyBatchAsync_v2", raising=False)
+    monkeypatch.setattr("kvferry.copy.cuda.MIN_RUN_BYTES", 0)
+    with CudaCopier(0) as copier:
+        test_gather(copier, name, 1)
+        test_scatter(copier, name, 0, 0.4)
 
 
 def test_the_copy_engine_alone_in_virtual_memory() -> None:

@@ -23,7 +23,7 @@ class CudaCopier(Copier):
     Where at least `MIN_RUN_BYTES` lie side by side on both sides, the copy engine takes every block to its place. Else
     two halves of staging take turns: while the copy engine moves one, a small kernel fills or empties the other. The
     first way leaves an engine on the same GPU alone; the second, while that is busy, has to take turns with it and runs
-    at half its speed. An older driver knows only the second.
+    at half its speed. Drivers before CUDA 12.8 know only the second.
 
     The paged side are device addresses, mapped in this process; the flat side is pinned host memory, and chunks that
     touch lie in memory that was pinned at once. The kernel takes at most `max_ctas` blocks of 512 threads. For one

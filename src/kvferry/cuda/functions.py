@@ -120,6 +120,7 @@ class AccessDescriptor(ctypes.Structure):
 
 
 _DEVICEPTR = c_uint64  # CUdeviceptr
+_BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, POINTER(CopyAttributes), POINTER(c_size_t), c_size_t)
 _HANDLE = c_void_p  # CUcontext, CUstream, CUevent, CUmodule, CUfunction
 _ALLOCATION = c_uint64  # CUmemGenericAllocationHandle
 
@@ -151,14 +152,8 @@ FUNCTIONS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuMemHostGetDevicePointer_v2": (POINTER(_DEVICEPTR), c_void_p, c_uint),
         "cuMemcpyAsync": (_DEVICEPTR, _DEVICEPTR, c_size_t, _HANDLE),
         "cuMemcpyHtoDAsync_v2": (_DEVICEPTR, c_void_p, c_size_t, _HANDLE),
-        "cuMemcpyBatchAsync_v2": (
-            *((c_void_p,) * 3),
-            c_size_t,
-            POINTER(CopyAttributes),
-            POINTER(c_size_t),
-            c_size_t,
-            _HANDLE,
-        ),
+        "cuMemcpyBatchAsync": (*_BATCH, POINTER(c_size_t), _HANDLE),
+        "cuMemcpyBatchAsync_v2": (*_BATCH, _HANDLE),
         "cuMemsetD8Async": (_DEVICEPTR, ctypes.c_ubyte, c_size_t, _HANDLE),
         "cuIpcGetMemHandle": (POINTER(IpcHandle), _DEVICEPTR),
         "cuIpcOpenMemHandle_v2": (POINTER(_DEVICEPTR), IpcHandle, c_uint),

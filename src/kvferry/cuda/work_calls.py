@@ -115,8 +115,8 @@ class StreamCalls(Library):
 
     @property
     def copies_batches(self) -> bool:
-        """Whether `memcpy_batch_async` is there: from CUDA 13 on."""
-        return self.has("cuMemcpyBatchAsync_v2")
+        """Whether `memcpy_batch_async` is there: from CUDA 12.8 on."""
+        return self.has("cuMemcpyBatchAsync_v2") or self.has("cuMemcpyBatchAsync")
 
     def memcpy_batch_async(self, lists: tuple[int, int, int], count: int, stream: int) -> None:
         """Many copies as one piece of work, by the copy engine, in any order among themselves.
@@ -125,7 +125,11 @@ class StreamCalls(Library):
         are read before this returns. `stream` is not the default stream.
         """
         attributes, first = CopyAttributes(SOURCE_IN_STREAM_ORDER), c_size_t(0)
-        self.call("cuMemcpyBatchAsync_v2", *lists, count, byref(attributes), byref(first), 1, stream)
+        args = (*lists, count, byref(attributes), byref(first), 1)
+        if self.has("cuMemcpyBatchAsync_v2"):
+            self.call("cuMemcpyBatchAsync_v2", *args, stream)
+        else:  # before CUDA 13 it also tells which copy is wrong, if one is
+            self.call("cuMemcpyBatchAsync", *args, byref(c_size_t()), stream)
 
     def memset_async(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         self.call("cuMemsetD8Async", dst, value, nbytes, stream)
