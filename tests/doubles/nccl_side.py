@@ -57,7 +57,7 @@ class NcclSide:
         self.launcher: NcclLauncher | None = None
         self.comm: Communicator | None = None
         self.memory: dict[str, tuple[int, int]] = {}
-        self.running_exchange: Future[None] | None = None
+        self.last: Future[None] | None = None
 
     def uuid(self) -> Any:
         return {"uuid": visible_uuids()[self.device]}
@@ -125,41 +125,31 @@ class NcclSide:
         """One byte, also while an exchange writes there."""
         return {"byte": int(self._tensor(name)[offset])}
 
-    def begin(self, sends: Any = (), receives: Any = (), within_s: float = 30.0) -> Any:
-        """Give an exchange to the launcher."""
+    def begin(self, sends: Any = (), receives: Any = (), count: int = 1, within_s: float = 40.0) -> Any:
+        """Give an exchange to the launcher, so many times."""
         assert self.comm is not None
         ranges = [[self._range(*given) for given in side] for side in (sends, receives)]
-        self.running_exchange = self.comm.exchange(sends=ranges[0], receives=ranges[1], timeout_s=within_s)
+        for _ in range(count):
+            self.last = self.comm.exchange(sends=ranges[0], receives=ranges[1], timeout_s=within_s)
         return {}
 
     def finish(self) -> Any:
-        """Wait for it."""
-        assert self.running_exchange is not None
-        began = time.monotonic()
-        self.running_exchange.result(_ANSWER_S)
-        return {"seconds": time.monotonic() - began}
+        """Wait for the last."""
+        assert self.last is not None
+        self.last.result(_ANSWER_S)
+        return {}
 
     def running(self) -> Any:
-        """Whether it has ended, and how."""
-        assert self.running_exchange is not None
-        done = self.running_exchange.done()
-        error = self.running_exchange.exception(0) if done else None
-        return {"done": done, "error": None if error is None else type(error).__name__}
+        """Whether the last has ended, and how."""
+        assert self.last is not None
+        error = self.last.exception(0) if self.last.done() else None
+        return {"done": self.last.done(), "error": None if error is None else type(error).__name__}
 
-    def exchange(self, sends: Any = (), receives: Any = (), within_s: float = 30.0) -> Any:
+    def exchange(self, sends: Any = (), receives: Any = (), count: int = 1) -> Any:
+        """Both; how long it took."""
         began = time.monotonic()
-        self.begin(sends, receives, within_s)
+        self.begin(sends, receives, count)
         self.finish()
-        return {"seconds": time.monotonic() - began}
-
-    def repeat(self, count: int, sends: Any = (), receives: Any = (), within_s: float = 40.0) -> Any:
-        """The same exchange so many times, two at a time with the launcher; for rates."""
-        assert self.comm is not None
-        ranges = [[self._range(*given) for given in side] for side in (sends, receives)]
-        began = time.monotonic()
-        futures = [self.comm.exchange(sends=ranges[0], receives=ranges[1], timeout_s=within_s) for _ in range(count)]
-        for future in futures:
-            future.result(_ANSWER_S)
         return {"seconds": time.monotonic() - began}
 
     def random_sizes(self, name: str, count: int, seed: int, send: bool) -> Any:
@@ -188,6 +178,15 @@ class NcclSide:
     def close_communicator(self) -> Any:
         assert self.comm is not None
         self.comm.close().result(_ANSWER_S)
+        return {}
+
+    def compute(self, count: int) -> Any:
+        """Fill the GPU with so many matrix products (a millisecond each on an H200), in a stream of their own."""
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            matrix = torch.ones(8192, 8192, dtype=torch.bfloat16, device=f"cuda:{self.device}")
+            for _ in range(count):
+                torch.mm(matrix, matrix)
         return {}
 
     def stream_works(self) -> Any:
