@@ -17,12 +17,20 @@ import traceback
 from typing import Any
 
 from doubles.nccl_side import NcclSide
+from p2p.p2p_side import P2pSide
 from serving.engine_side import EngineSide
 from serving.server_side import ServerSide
 from soak.doomed_side import DoomedSide
 from soak.load_side import LoadSide
 
-KINDS = {"server": ServerSide, "engine": EngineSide, "load": LoadSide, "doomed": DoomedSide, "nccl": NcclSide}
+KINDS = {
+    "server": ServerSide,
+    "engine": EngineSide,
+    "load": LoadSide,
+    "doomed": DoomedSide,
+    "nccl": NcclSide,
+    "p2p": P2pSide,
+}
 
 PID = struct.Struct("<i")
 

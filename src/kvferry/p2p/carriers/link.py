@@ -36,11 +36,18 @@ class _Job:
 
 
 class Link:
-    """For the thread that owns it. `on_landed(number, item)` is called for each item that is complete."""
+    """For the thread that owns it. `on_landed(number, item)` is called for each item that is complete.
 
-    def __init__(self, sock: socket.socket, on_landed: Callable[[int, int], None]) -> None:
+    `catch_up` does what was queued for the thread before: a peer may be faster with its first bytes than the queue is
+    with the place for them.
+    """
+
+    def __init__(
+        self, sock: socket.socket, on_landed: Callable[[int, int], None], catch_up: Callable[[], None]
+    ) -> None:
         self.socket = sock
         self._on_landed = on_landed
+        self._catch_up = catch_up
         self._out: deque[_Job] = deque()
         self._out_head = memoryview(b"")  # what of the frame's header, or of a stopped job's frame, is still to go
         self._out_job: _Job | None = None
@@ -53,7 +60,7 @@ class Link:
 
     @property
     def wants_to_send(self) -> bool:
-        return bool(self._out or self._out_head or self._out_left)
+        return bool(self._out or self._out_head or (self._out_job is not None and self._out_job.left))
 
     def send(self, number: int, item: int, runs: ByteRuns) -> None:
         """Queue an item."""
@@ -153,6 +160,10 @@ class Link:
         self._in_head.clear()
         if magic != _MAGIC or length > FRAME_BYTES:
             raise ProtocolError(f"what came over the link is no frame: magic {magic:#x}, {length} bytes")
+        if (number, item) not in self._in:
+            self._catch_up()
+            if self.socket.fileno() < 0:
+                raise ConnectionError("the session has ended")
         job = self._in.get((number, item))
         if job is not None and (offset != job.position or length > job.left or (job.left and not length)):
             have = f"{job.position} of {job.runs.nbytes}"

@@ -259,7 +259,7 @@ class Links(Generic[S]):
 
     def _begin(self, session: S, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = self._links[session] = Link(sock, partial(self._events.item_landed, session))
+        link = self._links[session] = Link(sock, partial(self._events.item_landed, session), self._do_queued)
         self._close_watch(sock)
         self._selector.register(sock, READ, partial(self._on_link, session, link))
 

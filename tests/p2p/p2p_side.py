@@ -1,0 +1,108 @@
+"""A p2p engine in a child process, as commands, with KV caches whose blocks have bytes that tell what they are."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvferry.errors import TransferError
+from kvferry.p2p import P2pConfig, P2pNcclEngine, Receiving, Sending
+
+BLOCK_SIZE = 16
+HEAD_DIM = 32
+FORMAT = "vllm_flash_attention"
+
+
+def make_caches(num_blocks: int = 64, num_layers: int = 4, heads: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Layers of `[2, num_blocks, 16, heads, 32]`, random by the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, num_blocks, BLOCK_SIZE, heads, HEAD_DIM)
+    return {
+        f"layer.{layer}": torch.randint(0, 0x7C00, shape, dtype=torch.int16, generator=generator).view(torch.float16)
+        for layer in range(num_layers)
+    }
+
+
+class P2pSide:
+    """One engine."""
+
+    def __init__(self, caches: dict[str, int] | None = None, **config: Any) -> None:
+        self.engine = P2pNcclEngine(P2pConfig(**{"kv_buffer_size": 16 << 20, "heartbeat_s": 1.0, **config}))
+        self.caches: dict[str, torch.Tensor] = {}
+        self.transfers: dict[str, Sending | Receiving] = {}
+        self.kept: list[torch.Tensor] = []
+        if caches is not None:
+            self.caches = make_caches(**caches)
+            self.engine.register_kv_caches(self.caches, format=FORMAT)
+
+    def address(self) -> dict[str, Any]:
+        return {"address": self.engine.address}
+
+    def digest(self, blocks: list[int]) -> dict[str, Any]:
+        """What lies in these blocks, over all layers."""
+        found = hashlib.sha256()
+        for cache in self.caches.values():
+            found.update(cache[:, blocks].contiguous().view(torch.uint8).numpy().tobytes())
+        return {"digest": found.hexdigest()}
+
+    def send(self, name: str, blocks: list[int], to: Any = None, **options: Any) -> None:
+        self.transfers[f"send {name}"] = self.engine.send_blocks(name, blocks, to, **options)
+
+    def receive(self, name: str, blocks: list[int], source: Any = None, within_s: float = 40, **options: Any) -> None:
+        receiving = self.engine.receive_blocks(name, blocks, source, timeout_s=within_s, **options)
+        self.transfers[f"receive {name}"] = receiving
+
+    def layer_ready(self, name: str, layer: int) -> None:
+        sending = self.transfers[f"send {name}"]
+        assert isinstance(sending, Sending)
+        sending.layer_ready(layer)
+
+    def wait_layer(self, name: str, layer: int) -> None:
+        receiving = self.transfers[f"receive {name}"]
+        assert isinstance(receiving, Receiving)
+        receiving.wait_layer(layer, 30)
+
+    def wait(self, what: str, within_s: float = 30) -> dict[str, Any]:
+        """The code of the error that a transfer ended with, None where there is none."""
+        try:
+            self.transfers[what].wait(within_s)
+        except TransferError as error:
+            return {"code": error.code}
+        return {"code": None}
+
+    def done(self, what: str) -> dict[str, Any]:
+        return {"done": self.transfers[what].done()}
+
+    def send_tensor(self, name: str, nbytes: int, seed: int, to: str | None = None) -> None:
+        tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+        self.transfers[f"send {name}"] = self.engine.send_tensor(name, tensor, to)
+
+    def recv_tensor(self, name: str, seed: int, within_s: float = 30, keep: bool = False) -> dict[str, Any]:
+        tensor = self.engine.recv_tensor(name, timeout_s=within_s)
+        if keep:
+            self.kept.append(tensor)
+        wanted = torch.randint(
+            0, 256, (tensor.numel(),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        )
+        return {"equal": torch.equal(tensor, wanted), "nbytes": tensor.numel()}
+
+    def cancel(self, what: str) -> None:
+        self.transfers[what].cancel()
+
+    def reject(self, name: str, address: str | None = None) -> None:
+        self.engine.reject(name, address)
+
+    def stats(self) -> dict[str, Any]:
+        return {"stats": self.engine.stats()}
+
+    def usage(self) -> dict[str, Any]:
+        """Threads, and resident bytes."""
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return {"threads": threading.active_count(), "rss": pages * 4096}
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,171 @@
+"""Engines that are killed, stopped and restarted, with transfers on their way (the host carrier)."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from p2p.sides import Sides, address_of
+from serving.process import Side, eventually
+
+BIG = {"num_blocks": 256, "num_layers": 4, "heads": 8}  # 16 MiB a layer, of which most are sent
+BLOCKS = list(range(8, 256))
+FEW = [3, 1, 4, 2]
+
+
+def begin(sender: Side, receiver: Side, name: str) -> None:
+    """A transfer of which the first layer has landed and the others are on their way."""
+    receiver.call("receive", name=name, blocks=BLOCKS, within_s=40)
+    sender.call("send", name=name, blocks=BLOCKS, to=address_of(receiver), layer_wise=True)
+    sender.call("layer_ready", name=name, layer=0)
+    receiver.call("wait_layer", name=name, layer=0)
+    for layer in (1, 2, 3):
+        sender.ask("layer_ready", name=name, layer=layer)
+        if layer < 3:
+            sender.answer()
+
+
+def send_and_check(sender: Side, receiver: Side, name: str) -> None:
+    """A small transfer between two that live."""
+    receiver.call("receive", name=name, blocks=FEW, within_s=30)
+    sender.call("send", name=name, blocks=FEW, to=address_of(receiver))
+    assert receiver.call("wait", what=f"receive {name}") == {"code": None}
+    assert sender.call("wait", what=f"send {name}") == {"code": None}
+    assert receiver.call("digest", blocks=FEW) == sender.call("digest", blocks=FEW)
+
+
+@pytest.mark.timeout(180)
+def test_receivers_killed_in_mid_transfer(sides: Sides) -> None:
+    """N6: the sender has an error at once, another receiver is served, and nothing piles up."""
+    sender = sides.start(caches={**BIG, "seed": 1})
+    bystander = sides.start(caches={**BIG, "seed": 2})
+    dice = random.Random(5)
+    usage = None
+    for turn in range(10):
+        victim = sides.start(caches={**BIG, "seed": 3})
+        begin(sender, victim, f"t{turn}")
+        time.sleep(dice.random() * 0.02)
+        victim.kill()
+        sender.answer()
+        assert sender.call("wait", what=f"send t{turn}", within_s=10)["code"] in ("peer_gone", None)
+        send_and_check(sender, bystander, f"s{turn}")
+        if turn == 1:
+            usage = sender.call("usage")
+    assert usage is not None
+    after = sender.call("usage")
+    assert after["threads"] == usage["threads"]
+    assert after["rss"] < usage["rss"] + (64 << 20)
+    assert sender.call("stats")["stats"]["sending"] == 0
+
+
+@pytest.mark.timeout(180)
+def test_senders_killed_in_mid_transfer(sides: Sides) -> None:
+    """The receiver's claim fails at once, its blocks are its own again, and other senders go on."""
+    receiver = sides.start(caches={**BIG, "seed": 1})
+    bystander = sides.start(caches={**BIG, "seed": 2})
+    dice = random.Random(6)
+    for turn in range(10):
+        victim = sides.start(caches={**BIG, "seed": 3})
+        begin(victim, receiver, f"t{turn}")
+        time.sleep(dice.random() * 0.02)
+        victim.kill()
+        assert receiver.call("wait", what=f"receive t{turn}", within_s=10)["code"] in ("peer_gone", None)
+        digest = receiver.call("digest", blocks=BLOCKS)
+        send_and_check(bystander, receiver, f"s{turn}")
+        assert receiver.call("digest", blocks=BLOCKS) == digest  # nothing writes there any more
+    stats = receiver.call("stats")["stats"]
+    assert (stats["receiving"], stats["used_bytes"]) == (0, {"buffer": 0})
+
+
+def test_restarted_on_the_same_port(sides: Sides) -> None:
+    """N7: the next transfer goes to the new engine, with the sender untouched."""
+    sender = sides.start(caches={"seed": 1})
+    receiver = sides.start(caches={"seed": 2})
+    address = address_of(receiver)
+    for turn in range(3):
+        send_and_check(sender, receiver, f"before {turn}")
+        receiver.kill()
+        receiver = sides.start(caches={"seed": 3 + turn}, address=address)
+        send_and_check(sender, receiver, f"after {turn}")
+    assert list(sender.call("stats")["stats"]["peers"]) == [address]
+
+
+def test_a_receiver_that_stops_while_its_lease_runs_out(sides: Sides) -> None:
+    """The sender pushes, so it stops by itself; when the receiver goes on it finds nothing of it."""
+    sender = sides.start(caches={**BIG, "seed": 1}, lease_s=1.5, heartbeat_s=20)
+    receiver = sides.start(caches={**BIG, "seed": 2}, heartbeat_s=20)
+    begin(sender, receiver, "t")
+    os.kill(receiver.pid, signal.SIGSTOP)
+    sender.answer()
+    code = sender.call("wait", what="send t", within_s=20)["code"]
+    assert code in ("expired", None)
+    os.kill(receiver.pid, signal.SIGCONT)
+    assert receiver.call("wait", what="receive t", within_s=20)["code"] == code
+    send_and_check(sender, receiver, "next")
+
+
+def test_a_peer_that_stops_for_good(sides: Sides) -> None:
+    """Silence for three heartbeats ends its session, on whichever side it is; others are unharmed."""
+    middle = sides.start(caches={**BIG, "seed": 1}, heartbeat_s=0.5)
+    stopped = sides.start(caches={**BIG, "seed": 2}, heartbeat_s=0.5)
+    bystander = sides.start(caches={**BIG, "seed": 3}, heartbeat_s=0.5)
+    begin(middle, stopped, "out")
+    middle.answer()
+    begin(stopped, middle, "in")
+    stopped.answer()
+    os.kill(stopped.pid, signal.SIGSTOP)
+    assert middle.call("wait", what="send out", within_s=20)["code"] in ("peer_gone", None)
+    assert middle.call("wait", what="receive in", within_s=20)["code"] in ("peer_gone", None)
+    send_and_check(middle, bystander, "next")
+    eventually(lambda: len(middle.call("stats")["stats"]["peers"]) == 1)
+
+
+def test_paused_for_two_seconds(sides: Sides) -> None:
+    """N10: the sender learns that it may use its blocks again only once they have been read; the bytes are right."""
+    sender = sides.start(caches={**BIG, "seed": 1})
+    receiver = sides.start(caches={**BIG, "seed": 2})
+    send_and_check(sender, receiver, "first")
+    os.kill(receiver.pid, signal.SIGSTOP)
+    sender.call("send", name="t", blocks=BLOCKS, to=address_of_stopped(sender))
+    time.sleep(2)
+    assert not sender.call("done", what="send t")["done"]
+    os.kill(receiver.pid, signal.SIGCONT)
+    receiver.call("receive", name="t", blocks=BLOCKS, within_s=30)
+    assert sender.call("wait", what="send t") == {"code": None}
+    assert receiver.call("wait", what="receive t") == {"code": None}
+    assert receiver.call("digest", blocks=BLOCKS) == sender.call("digest", blocks=BLOCKS)
+
+
+def address_of_stopped(peer: Side) -> str:
+    """The address of the only engine that another one is connected to."""
+    (address,) = peer.call("stats")["stats"]["peers"]
+    return str(address)
+
+
+def test_nobody_is_there(sides: Sides) -> None:
+    """An address at which nobody listens is an error within the time for setting up."""
+    sender = sides.start(connect_timeout_s=1.0)
+    gone = sides.start()
+    address = address_of(gone)
+    gone.kill()
+    started = time.monotonic()
+    sender.call("send", name="t", blocks=FEW, to=address)
+    assert sender.call("wait", what="send t", within_s=20)["code"] == "unreachable"
+    assert time.monotonic() - started < 10
+    receiver = sides.start(address=address)
+    send_and_check(sender, receiver, "next")
+
+
+def test_a_claimant_whose_sender_is_killed_before_it_sends(sides: Sides) -> None:
+    """N10: with an address to ask, the claim ends with the sender; without one, at its deadline."""
+    sender, receiver = sides.start(), sides.start()
+    receiver.call("receive", name="asked", blocks=[1, 2], source=address_of(sender), within_s=30)
+    receiver.call("receive", name="waited", blocks=[3, 4], within_s=1.0)
+    eventually(lambda: len(receiver.call("stats")["stats"]["peers"]) == 1)
+    sender.kill()
+    assert receiver.call("wait", what="receive asked", within_s=10)["code"] == "peer_gone"
+    assert receiver.call("wait", what="receive waited", within_s=10)["code"] == "timed_out"
