@@ -14,6 +14,8 @@ import vllm
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
+from vllm.platforms.cpu import CpuPlatform
+from vllm.sampling_params import RequestOutputKind
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 
@@ -27,6 +29,8 @@ class EngineSide:
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
         if connector is not None:
             arguments["kv_transfer_config"] = connector
+        if arguments.get("async_scheduling"):
+            _allow_asynchronous_scheduling()
         defaults: dict[str, Any] = {
             "dtype": "float32",  # bfloat16 is not the same from batch to batch
             "block_size": 32,
@@ -68,17 +72,27 @@ class EngineSide:
         return self.results(ids)
 
     def submit(
-        self, prompts: list[list[int]], max_tokens: int = 16, lora: list[Any] | None = None, **prompt: Any
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 16,
+        lora: list[Any] | None = None,
+        sampling: dict[str, Any] | None = None,
+        priorities: list[int] | None = None,
+        **prompt: Any,
     ) -> dict[str, Any]:
         """Let requests come in, maybe with an adapter (name, number, path); `run` or `step` works on them."""
         adapter = None if lora is None else LoRARequest(*lora)
         ids = []
-        for tokens in prompts:
+        for tokens, priority in zip(prompts, priorities or [0] * len(prompts), strict=True):
             self._number += 1
             name = f"r{self._number}"
-            params = SamplingParams(max_tokens=max_tokens, **GREEDY)
+            params = SamplingParams(max_tokens=max_tokens, **(GREEDY | (sampling or {})))
+            if params.n > 1:  # else each answer's tokens come in an output of its own
+                params.output_kind = RequestOutputKind.FINAL_ONLY
             self._started[name] = time.perf_counter()
-            self._engine.add_request(name, {"prompt_token_ids": tokens, **prompt}, params, lora_request=adapter)
+            self._engine.add_request(
+                name, {"prompt_token_ids": tokens, **prompt}, params, lora_request=adapter, priority=priority
+            )
             ids.append(name)
         return {"ids": ids}
 
@@ -109,6 +123,7 @@ class EngineSide:
         found = [self._outputs[name] for name in ids]
         return {
             "tokens": [list(output.outputs[0].token_ids) for output in found],
+            "all_tokens": [[list(one.token_ids) for one in output.outputs] for output in found],
             "reasons": [output.outputs[0].finish_reason for output in found],
             "cached": [output.num_cached_tokens or 0 for output in found],
             "ttft_ms": [(self._first[name] - self._started[name]) * 1e3 for name in ids if name in self._first],
@@ -118,6 +133,10 @@ class EngineSide:
         """How many blocks are free, of how many."""
         pool = self._scheduler.kv_cache_manager.block_pool
         return {"free": pool.get_num_free_blocks(), "all": pool.num_gpu_blocks - 1}
+
+    def asynchronous(self) -> dict[str, Any]:
+        """Whether a step is scheduled before the one before has ended."""
+        return {"is": self._engine.engine_core.engine_core.batch_queue is not None}
 
     def preemptions(self) -> dict[str, Any]:
         """How many requests were preempted so far, as seen after each step."""
@@ -135,19 +154,21 @@ class EngineSide:
         """Step as long as the connector asks for it, as an engine in a process of its own does."""
         deadline = time.monotonic() + timeout_s
         while self._scheduler.has_requests() and time.monotonic() < deadline:
-            self._engine.engine_core.engine_core.step()
+            self._engine.engine_core.get_output()
         return {"done": not self._scheduler.has_requests()}
 
-    def freeze_at_load(self, pid: int) -> None:
-        """Stop the process `pid` the next time that loads begin, before it can hear of them."""
+    def freeze_at_load(self, pid: int, count: int) -> None:
+        """Stop the process `pid` once so many loads are to begin, before it can hear of any."""
         worker = get_kv_transfer_group()._worker
-        start_loads = worker.start_loads
+        start_loads, plans = worker.start_loads, []
 
         def freeze_first(plan: Any) -> None:
-            if plan.loads:
+            plans.append(plan)
+            if sum(len(one.loads) for one in plans) == count:
                 worker.start_loads = start_loads
                 os.kill(pid, signal.SIGSTOP)
-            start_loads(plan)
+                for one in plans:
+                    start_loads(one)
 
         worker.start_loads = freeze_first
 
@@ -176,3 +197,14 @@ class EngineSide:
     @property
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
+
+
+def _allow_asynchronous_scheduling() -> None:
+    """vLLM's default on GPUs, which works on CPUs, too, but is switched off there."""
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_allow(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_allow)

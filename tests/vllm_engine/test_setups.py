@@ -11,7 +11,7 @@ import pytest
 from vllm_engine import models
 from vllm_engine.models import prompt
 from vllm_engine.processes import Engine
-from vllm_engine.stage import Reference, Stage, Zygote
+from vllm_engine.stage import IS_026, Reference, Stage, Zygote
 
 PROMPTS = [prompt(seed, 300) for seed in range(200, 203)]
 
@@ -57,6 +57,8 @@ def test_a_model_with_several_groups_is_computed(stage: Stage, alone: Any, tmp_p
     assert "--disable-hybrid-kv-cache-manager" in stage.log()
     assert stage.log().count("KVferry neither stores nor reuses KV here") == 1
 
+    if IS_026:
+        return  # which cannot do that on CPUs: "failed to convert the KV cache specs to one unified type"
     engine = stage.engine(model=model, disable_hybrid_kv_cache_manager=True)
     engine.generate(PROMPTS)
     found = engine.generate(PROMPTS)
@@ -87,7 +89,10 @@ def test_as_children_of_a_multi_connector(stage: Stage, reference: Reference) ->
     assert engine.call("metrics")["metrics"]["vllm:kvferry_hit_tokens"] == 2 * 3 * 256
 
 
+@pytest.mark.full
 def test_statistics(stage: Stage) -> None:
+    if IS_026:
+        pytest.skip("without its server, vLLM 0.26 drops the counts of steps in which no token came out")
     stage.serve()
     engine = stage.engine(disable_log_stats=False)
     engine.generate(PROMPTS)
