@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -31,13 +32,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_unconfigure() -> None:
-    """Fail where a thread is left that would keep this process from ending, rather than hang there for ever."""
-    left = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
+def _threads_left() -> list[threading.Thread]:
+    """Those that would keep this process from ending."""
+    return [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    """Fail where a test has left a thread behind."""
+    yield
+    left = _threads_left()
     for thread in left:
         thread.join(_THREAD_END_S / len(left))
-    if any(thread.is_alive() for thread in left):
-        names = ", ".join(f"{thread.name}" for thread in left if thread.is_alive())
-        sys.stderr.write(f"threads outlive the tests that started them: {names}\n")
+    names = ", ".join(thread.name for thread in left if thread.is_alive())
+    assert not names, f"threads outlive the tests that started them: {names}"
+
+
+def pytest_unconfigure() -> None:
+    """End all the same where a thread is left, rather than hang for ever; the failure above has been reported."""
+    if _threads_left():
+        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
