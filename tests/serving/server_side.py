@@ -8,6 +8,8 @@ from typing import Any
 
 from doubles import copy_kernel
 from doubles.fake_cuda import FakeDriver
+from kvferry.cache.tiers import ChunkName
+from kvferry.cache.tiers.remote import RemoteTier
 from kvferry.cuda.driver import set_driver_for_testing
 from kvferry.ipc import process_table
 from kvferry.server import CacheServer, ServerConfig
@@ -44,6 +46,11 @@ class ServerSide:
     def stress_gc(self, threshold: int) -> None:
         """Collect garbage after so many new objects."""
         gc.set_threshold(threshold)
+
+    def warm_up(self) -> None:
+        """Have obstore open what it keeps open from its first call on, where there is a remote tier."""
+        if self.server.config.remote_url is not None:
+            RemoteTier(self.server.config.remote_url).find([ChunkName(bytes(32), bytes(32))])
 
     def hold_copy(self, at: int, stoppable: bool) -> None:
         """Have a copy into an engine wait; see `HeldCopies`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -17,6 +19,7 @@ from serving.process import Side, Zygote, eventually
 from soak.board import COUNTS, Board
 
 PING_EVERY_S = 0.02
+CHUNK_NAME = 64  # digits
 
 
 @dataclass
@@ -35,7 +38,7 @@ class Engine:
 
 
 class Arena:
-    """`folder` holds the socket, boards and journals, and `folder/disk` the disk tier where there is one."""
+    """`folder` holds the socket, boards and journals, and the lower tiers' folders where there are any."""
 
     def __init__(
         self, folder: Path, layouts: tuple[int, ...], *, seed: int, server: dict[str, Any], load: dict[str, Any]
@@ -50,6 +53,7 @@ class Arena:
         self.server = self.begin_server()
         self.server.answer()
         self.pinger = Pinger(self.url)
+        self.idler = Idler()
         self.engines = [Engine(number, layout) for number, layout in enumerate(layouts)]
 
     @property
@@ -123,18 +127,23 @@ class Arena:
         return self.zygote.children()
 
     def chunk_files(self) -> list[str]:
-        """The files of the disk tier, but for its lock."""
-        files = [path for path in (self.folder / "disk").rglob("*") if path.is_file() and path.name != "lock"]
-        return sorted(str(path.relative_to(self.folder)) for path in files)
+        """The files of all chunks in the lower tiers."""
+        files = [path for tier in ("disk", "remote") for path in (self.folder / tier).rglob("*") if path.is_file()]
+        return sorted(str(path.relative_to(self.folder)) for path in files if len(path.name) == CHUNK_NAME)
 
     def files_left(self) -> list[str]:
-        """What no run may leave: the socket, and half-written chunks on disk."""
+        """What no run may leave: the socket, half-written chunks on disk, and in the object store where they stay.
+
+        What a killed server was writing to that is in a place of its own, for a later one to remove.
+        """
         found = [path for path in self.folder.rglob("*") if path.is_socket() or path.suffix == ".part"]
+        found += [path for path in (self.folder / "remote").glob("kvferry-1/*/*") if _is_torn(path)]
         return sorted(str(path.relative_to(self.folder)) for path in found)
 
     def close(self) -> None:
         """Kill what is left."""
         self.pinger.close()
+        self.idler.close()
         for side in (self.server, *(engine.side for engine in self.engines if engine.generation)):
             side.kill()
         self.zygote.close()
@@ -167,6 +176,41 @@ class Pinger:
             with contextlib.suppress(KVFerryError):
                 self.client.ping()
                 self.times_s.append(time.monotonic() - started)
+
+
+class Idler:
+    """A process that wants a core every 10 ms, for a moment, and how late it gets one: what the machine adds to a ping."""
+
+    CODE = """
+import time
+while True:
+    wanted = time.monotonic() + 0.01
+    time.sleep(0.01)
+    print(time.monotonic() - wanted, flush=True)
+"""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, "-S", "-c", self.CODE], stdout=subprocess.PIPE, text=True)
+        self.late_s: list[float] = []
+        self._thread = threading.Thread(target=self._run, name="idler", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait(20)
+        self._thread.join(20)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _run(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with contextlib.suppress(ValueError):  # half a line, as it was killed
+                self.late_s.append(float(line))
+
+
+def _is_torn(path: Path) -> bool:
+    return path.parent.name != "writing" and len(path.name) != CHUNK_NAME
 
 
 def without_numbers(names: list[str]) -> list[str]:

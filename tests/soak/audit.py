@@ -65,6 +65,7 @@ class Audit:
         self._compare(
             {"chunks": (0, 0)}, {"chunks": self._stats("chunks", "memory_used_bytes")}, "after all was cleared"
         )
+        self._compare({"files": []}, {"files": arena.chunk_files()}, "in the lower tiers after all was cleared")
         missing = arena.engines[0].side.call("fill_memory", num_bytes=arena.memory_bytes, timeout_s=REST_S)["missing"]
         self._compare({"missing chunks": 0}, {"missing chunks": missing}, "once the whole memory has been stored to")
         for engine in arena.engines:
@@ -116,11 +117,13 @@ class Audit:
 
     def _server_state(self) -> _State:
         server = self._arena.server
+        server.call("warm_up")
         return {"fds": server.fds(), "threads": without_numbers(server.call("threads")["threads"])}
 
     def _chunk_files_open(self) -> list[str]:
-        """Files of the disk tier that are read or written, which goes on for a while when the load rests."""
-        return [name for name in self._arena.server.fds() if "/disk/" in name and not name.endswith("/lock")]
+        """Files of lower tiers that are read or written, which goes on for a while when the load rests."""
+        names = [name for name in self._arena.server.fds() if not name.endswith("/lock")]
+        return [name for name in names if "/disk/" in name or "/remote/" in name]
 
     def _unexplained_memory(self) -> set[int]:
         mine = {inode for engine in self._arena.engines for inode in engine.side.memfd_inodes()}

@@ -34,6 +34,7 @@ AIM_S = 0.2
 SERVE_AGAIN_S = 10.0  # what is promised; later than that is counted, and only PATIENCE_S is a violation
 PATIENCE_S = 40.0
 LEAK_S = 5.0
+PING_S = 1.0  # later ones are counted, beside how late the machine gives a process a core that wants next to nothing
 MEMORY_BACK_S = 0.5  # of the median; one that is late has had no core
 REST_EVERY = 25
 MAX_VIOLATIONS = 20
@@ -56,9 +57,11 @@ SERVER_POINTS = ("lookup", "retrieve", "retrieve", "store", "store", "register",
 class Chaos:
     """Kills until there were enough; every kill is one SIGKILL."""
 
-    def __init__(self, folder: Path, seed: int, *, disk: bool) -> None:
-        self.dice, self.disk = random.Random(seed), disk
+    def __init__(self, folder: Path, seed: int, *, disk: bool, remote: bool) -> None:
+        self.dice, self.lower = random.Random(seed), disk or remote
         server = {**SERVER, **({"disk_path": f"{folder}/disk", **DISK} if disk else {})}
+        if remote:
+            server["remote_url"] = f"file://{folder}/remote"
         self.arena = Arena(folder, LAYOUTS, seed=seed, server=server, load={})
         self.audit = Audit(self.arena)
         self.kills: Counter[str] = Counter()
@@ -172,7 +175,7 @@ class Chaos:
     def _policy(self) -> dict[str, Any]:
         """A server that comes may work in another way than the one before, over the same disk."""
         policy = (
-            {"write_policy": self.dice.choice(("write-through", "write-through", "write-back"))} if self.disk else {}
+            {"write_policy": self.dice.choice(("write-through", "write-through", "write-back"))} if self.lower else {}
         )
         return {"verify_memory": self.dice.random() < 0.3, **policy}
 
@@ -215,7 +218,9 @@ class Chaos:
             "served_again_s": _summary(self.again_s, SERVE_AGAIN_S),
             "served_late": sum(again > SERVE_AGAIN_S for again in self.again_s),
             "memory_back_s": _summary(self.back_s, MEMORY_BACK_S),
-            "ping_s": _summary(pings, None),
+            "ping_s": _summary(pings, PING_S),
+            "pings_late": sum(ping > PING_S for ping in pings),
+            "idle_process_late_s": _summary(sorted(self.arena.idler.late_s), None),
             "told_of_death_s": verdict["told_s"],
             "excused_errors": verdict["excused_errors"],
             "violations": verdict["violations"],
@@ -229,10 +234,10 @@ def _summary(values: list[float], limit: float | None) -> dict[str, float | None
     return {"p50": cuts[49], "p99": cuts[98], "max": max(values), "limit": limit}
 
 
-def run(num_kills: int, seed: int, folder: Path, *, disk: bool = True) -> dict[str, Any]:
+def run(num_kills: int, seed: int, folder: Path, *, disk: bool = True, remote: bool = False) -> dict[str, Any]:
     """All of it; nothing is left running."""
     started = time.monotonic()
-    chaos = Chaos(folder, seed, disk=disk)
+    chaos = Chaos(folder, seed, disk=disk, remote=remote)
     try:
         chaos.run(num_kills)
         result = chaos.result()
@@ -240,19 +245,23 @@ def run(num_kills: int, seed: int, folder: Path, *, disk: bool = True) -> dict[s
         chaos.arena.close()
     counts = result["engines"]
     ok = not result["violations"] and counts["bytes_verified"] > 0 and counts["hits"] > 0
-    return {**result, "seed": seed, "disk": disk, "seconds": time.monotonic() - started, "ok": ok}
+    return {**result, "seed": seed, "disk": disk, "remote": remote, "seconds": time.monotonic() - started, "ok": ok}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Kill engines and their server at random points, under load.")
     parser.add_argument("kills", type=int, nargs="?", default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-disk", action="store_true", help="keep KV in memory only")
+    parser.add_argument(
+        "--no-disk", action="store_true", help="keep KV in memory only, or there and in the object store"
+    )
+    parser.add_argument("--remote", action="store_true", help="with an object store, which is a folder (file://)")
     parser.add_argument("--storm-s", type=float, default=60.0, help="seconds of many threads and no kills, after it")
     arguments = parser.parse_args()
     logging.getLogger("kvferry.client").setLevel(logging.ERROR)  # that the server is gone is no news here
     with tempfile.TemporaryDirectory() as folder:
-        result = run(arguments.kills, arguments.seed, Path(folder), disk=not arguments.no_disk)
+        tiers = {"disk": not arguments.no_disk, "remote": arguments.remote}
+        result = run(arguments.kills, arguments.seed, Path(folder), **tiers)
     with tempfile.TemporaryDirectory() as folder:
         result["storm"] = storm.run(arguments.storm_s, arguments.seed, Path(folder))
     result["ok"] = result["ok"] and result["storm"]["ok"]

@@ -1,4 +1,4 @@
-"""A short run of `scripts/chaos`: engines and their server are killed under load, with memory and disk."""
+"""A short run of `scripts/chaos`: engines and their server are killed under load, with memory, disk, object store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KILLS = 50
 
 @pytest.mark.timeout(180)
 def test_killed_engines_and_servers_leave_nothing_and_no_byte_is_wrong(tmp_path: Path) -> None:
-    result = chaos.run(KILLS, 1, tmp_path)
+    result = chaos.run(KILLS, 1, tmp_path, remote=True)
     assert result["violations"] == []
     assert result["ok"], json.dumps(result)
     assert result["kills"] >= KILLS

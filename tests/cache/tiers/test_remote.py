@@ -18,6 +18,7 @@ from kvferry.cache.tiers import remote as remote_module
 from kvferry.cache.tiers.format import HEADER_BYTES
 from kvferry.cache.tiers.remote import RemoteTier
 from kvferry.errors import ChunkCorruptError, ChunkMissingError, TierError, TierUnavailableError
+from serving.process import eventually
 
 _OTHER_HOST = """
 import json, sys
@@ -139,6 +140,44 @@ def test_what_a_page_raises_ends_a_deletion(s3: S3) -> None:
     with pytest.raises(TierUnavailableError, match="the server ends"):
         tier.delete_namespace(chain[0].name.namespace, stop)
     assert is_whole(tier, chain[0])
+
+
+def test_what_a_killed_server_was_writing_to_a_folder_goes(tmp_path: Path) -> None:
+    code = """
+import sys
+from cache.tiers.chunks import meta_of, write
+from kvferry.cache.tiers.remote import RemoteTier
+tier = RemoteTier(f"file://{sys.argv[1]}")
+write(tier, meta_of(0, 1000))
+while True:
+    write(tier, meta_of(1, 32 << 20))
+"""
+    writing, first = tmp_path / "kvferry-1" / "writing", tmp_path / "kvferry-1" / f"{0:064x}" / f"{0:064x}"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    try:
+        eventually(lambda: first.exists() and any(writing.iterdir()), 30)
+    finally:
+        child.kill()
+        child.wait(20)
+    (writing / "f00-1#1").touch()  # the kill may have come between two writes
+    for path in writing.iterdir():
+        os.utime(path, (1, 1))
+    (writing / "another-hosts").touch()
+    tier = RemoteTier(f"file://{tmp_path}")
+    write(tier, meta_of(2, 1000))
+    assert [path.name for path in writing.iterdir()] == ["another-hosts"]
+    assert {len(path.name) for path in tmp_path.rglob("*") if path.is_file()} == {64, len("another-hosts")}
+    assert all(is_whole(tier, meta_of(key, 1000)) for key in (0, 2))
+
+
+def test_a_folder_in_an_objects_place_leaves_nothing_behind(tmp_path: Path) -> None:
+    tier = RemoteTier(f"file://{tmp_path}")
+    (tmp_path / "kvferry-1" / f"{1:064x}" / f"{1:064x}" / "x").mkdir(parents=True)
+    with pytest.raises(TierError):
+        write(tier, meta_of(1, 1000, namespace=1))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_bucket_that_does_not_exist_is_named(s3: S3) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvferry.cache.tiers import format
+from kvferry.cache.tiers.remote_parts import Parts
 from kvferry.cache.tiers.remote_store import RemoteUrl, open_store, unavailable
 from kvferry.cache.tiers.tier import ChunkMeta, ChunkName
 from kvferry.errors import ChunkCorruptError, ChunkMissingError, TierUnavailableError
@@ -33,9 +34,9 @@ _T = TypeVar("_T")
 class RemoteTier:
     """Keeps chunks where other hosts find them, too, under `<url>/kvferry-1/<namespace>/<key>`.
 
-    An object appears once it is whole. A call that gets no answer fails after about `timeout_s` in all, its few retries
-    included (`file://` is as fast as its mount). No text says more of `options`, or of a server's answer, than names,
-    codes and the URL: credentials are in them.
+    An object appears once it is whole; in a folder it is written elsewhere in it before. A call that gets no answer
+    fails after about `timeout_s` in all, its few retries included (`file://` is as fast as its mount). No text says
+    more of `options`, or of a server's answer, than names, codes and the URL: credentials are in them.
 
     Parameters
     ----------
@@ -54,6 +55,7 @@ class RemoteTier:
         self._timeout_s = timeout_s
         self.call_s = 2 * timeout_s  # what a call may take, or a page of one
         self._store, self._error = open_store(self._url, options or {}, timeout_s)
+        self._parts = Parts(f"/{self._url.prefix}", f"{FOLDER}/writing") if self._url.scheme == "file" else None
 
     def __repr__(self) -> str:
         return f"<RemoteTier {self._url}>"
@@ -71,7 +73,7 @@ class RemoteTier:
         body[format.HEADER_BYTES :] = np.frombuffer(data, np.uint8)
         path = _path(meta.name)
         try:
-            self._ask(f"PUT {path}", lambda: self._store.put(path, body.data, use_multipart=False))
+            self._ask(f"PUT {path}", lambda: self._put(path, body.data))
         except FileNotFoundError:
             raise TierUnavailableError(f"PUT {path} failed: {self._url} has gone") from None
 
@@ -134,6 +136,18 @@ class RemoteTier:
 
     def close(self) -> None:
         """There is nothing to give back: connections end with the object."""
+
+    def _put(self, path: str, data: memoryview) -> None:
+        """Write an object, whole or not at all."""
+        part = path if self._parts is None else self._parts.next()
+        self._store.put(part, data, use_multipart=False)
+        if part != path:
+            try:
+                self._store.rename(part, path)
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    self._store.delete(part)
+                raise
 
     def _has(self, name: ChunkName) -> bool:
         path = _path(name)
