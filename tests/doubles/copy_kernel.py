@@ -1,4 +1,4 @@
-"""What the kernel `copy_chunks` does, for the double of the driver."""
+"""What the kernels of copy_chunks.cu do, for the double of the driver."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import kvferry.copy
 from doubles.fake_cuda import FakeDriver
 
 _STRIP_WORDS = 5
+_PAIR_WORDS = 5
 _CTAS = 2
 
 
 def install(driver: FakeDriver) -> None:
-    """Let modules that are loaded from now on have a kernel `copy_chunks`."""
+    """Let modules that are loaded from now on have the kernels."""
     driver.fake.kernels["copy_chunks"] = _copy_chunks
+    driver.fake.kernels["copy_pairs"] = _copy_pairs
 
 
 def compile_source(folder: Path) -> ctypes.CDLL:
@@ -47,6 +49,15 @@ def install_source(driver: FakeDriver, library: ctypes.CDLL) -> None:
         return run
 
     driver.fake.kernels["copy_chunks"] = launch
+    pairs = library.run_copy_pairs
+    pairs.argtypes = (ctypes.c_uint32, *[ctypes.c_uint64] * 5)
+    pairs.restype = None
+
+    def launch_pairs(places: list[int]) -> Callable[[], None]:
+        words = [ctypes.c_uint64.from_address(place).value for place in places]
+        return lambda: pairs(_CTAS, *words)
+
+    driver.fake.kernels["copy_pairs"] = launch_pairs
 
 
 def _copy_chunks(places: list[int]) -> Callable[[], None]:
@@ -68,5 +79,20 @@ def _copy_chunks(places: list[int]) -> Callable[[], None]:
             paged = start + block_id * stride + first - at
             staged = staging + first - begin
             ctypes.memmove(*((staged, paged) if to_flat else (paged, staged)), stop - first)
+
+    return run
+
+
+def _copy_pairs(places: list[int]) -> Callable[[], None]:
+    pairs_at, num_pairs, to_at, from_at, blocks = (ctypes.c_uint64.from_address(place).value for place in places)
+
+    def run() -> None:
+        pairs = (ctypes.c_uint64 * (_PAIR_WORDS * num_pairs)).from_address(pairs_at)
+        to_ids = (ctypes.c_int32 * blocks).from_address(to_at)
+        from_ids = (ctypes.c_int32 * blocks).from_address(from_at)
+        for block, index in itertools.product(range(blocks), range(num_pairs)):
+            to, to_stride, source, from_stride, nbytes = pairs[_PAIR_WORDS * index : _PAIR_WORDS * (index + 1)]
+            target = to + to_ids[block] * to_stride
+            ctypes.memmove(target, source + from_ids[block] * from_stride, nbytes)
 
     return run

@@ -1,4 +1,5 @@
-// Copies a stretch of some chunks between paged blocks and a staging buffer, one warp a strip of one block.
+// Copies between paged blocks and a staging buffer, and from the blocks of one cache to those of another: one warp a
+// strip of one block.
 
 typedef unsigned long long u64;
 
@@ -75,5 +76,27 @@ extern "C" __global__ void __launch_bounds__(512)
         const u64 paged = strip.start + static_cast<u64>(id) * strip.stride + (first - at);
         const u64 staged = staging + (first - begin);
         copy_bytes(to_flat ? paged : staged, to_flat ? staged : paged, stop - first, lane);
+    }
+}
+
+struct Pair {  // a piece of a block that is short enough for one warp, where it goes to and where it comes from
+    u64 to;    // address in block 0
+    u64 to_stride;
+    u64 from;
+    u64 from_stride;
+    u64 nbytes;
+};
+
+// Block i of the copy is block from_ids[i] of the source and becomes block to_ids[i].
+extern "C" __global__ void __launch_bounds__(512)
+    copy_pairs(const Pair *pairs, u64 num_pairs, const int *to_ids, const int *from_ids, u64 blocks) {
+    const unsigned lane = threadIdx.x % kLanes;
+    const u64 warp = (blockIdx.x * blockDim.x + threadIdx.x) / kLanes;
+    const u64 num_warps = gridDim.x * blockDim.x / kLanes;
+    for (u64 item = warp; item < num_pairs * blocks; item += num_warps) {
+        const u64 block = item / num_pairs;
+        const Pair pair = pairs[item - block * num_pairs];
+        copy_bytes(pair.from + static_cast<u64>(from_ids[block]) * pair.from_stride,
+                   pair.to + static_cast<u64>(to_ids[block]) * pair.to_stride, pair.nbytes, lane);
     }
 }

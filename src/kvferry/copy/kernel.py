@@ -15,9 +15,9 @@ from kvferry.cuda.driver import Driver
 from kvferry.cuda.nvrtc import Module, compile_ptx
 
 STRIP_BYTES = 16 << 10  # what one warp copies at a time
-_SOURCE = Path(__file__).with_name("copy_chunks.cu")
-_THREADS = 512
-_WARPS = _THREADS // 32
+SOURCE = Path(__file__).with_name("copy_chunks.cu")
+THREADS = 512
+WARPS = THREADS // 32
 _FIRST_TABLE_BYTES = 256 << 10
 
 
@@ -35,7 +35,7 @@ class CopyKernel:
         self._table = 0
         self._table_bytes = 0
         with ExitStack() as undo:
-            module = undo.enter_context(Module(compile_ptx(_SOURCE.read_text(), device), device))
+            module = undo.enter_context(Module(compile_ptx(SOURCE.read_text(), device), device))
             self._function = module.function("copy_chunks")
             with bound(device) as drv:
                 self._reserve(drv, _FIRST_TABLE_BYTES)
@@ -78,9 +78,9 @@ class CopyKernel:
 
     def _start(self, numbers: tuple[int, ...], *, items: int, stream: int, to_flat: bool) -> None:
         """Launch with those arguments between the first and the last."""
-        grid = (min(self._max_ctas, -(-items // _WARPS)), 1, 1)
+        grid = (min(self._max_ctas, -(-items // WARPS)), 1, 1)
         args = [c_uint64(self._table), *map(c_uint64, numbers), c_uint32(to_flat)]
-        self._function.launch(grid, (_THREADS, 1, 1), stream=stream, args=args)
+        self._function.launch(grid, (THREADS, 1, 1), stream=stream, args=args)
 
     def _reserve(self, drv: Driver, nbytes: int) -> None:
         """A table of at least that many bytes; what it held is gone."""

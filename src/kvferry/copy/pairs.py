@@ -1,0 +1,59 @@
+"""What is to be copied from the blocks of one paged cache to those of another. Pure arithmetic."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvferry.copy.plan import Int32s, Int64s
+
+
+class BlockPairs(NamedTuple):
+    """Block `from_ids[i]` of the source becomes block `to_ids[i]`.
+
+    `pieces` has a column for each run of bytes that a block has: its address in block 0 and its stride on the side that
+    is written, the same two on the side that is read, and its bytes.
+    """
+
+    pieces: Int64s
+    to_ids: Int32s
+    from_ids: Int32s
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return int(self.pieces[4].sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.block_bytes * len(self.to_ids)
+
+    def part(self, start: int, stop: int) -> BlockPairs:
+        """The copy of blocks number `start` to `stop` of the list alone."""
+        return self._replace(to_ids=self.to_ids[start:stop], from_ids=self.from_ids[start:stop])
+
+    def columns(self) -> Int64s:
+        """The copy as columns (target, source, bytes); what lies side by side on both sides is one."""
+        to, to_stride, source, from_stride, nbytes = self.pieces[:, :, None]
+        columns: Int64s = np.empty((3, self.pieces.shape[1], len(self.to_ids)), dtype=np.int64)
+        columns[0] = to + to_stride * self.to_ids
+        columns[1] = source + from_stride * self.from_ids
+        columns[2] = nbytes
+        columns = columns.reshape(3, -1)
+        ends = columns[:2, :-1] + columns[2, :-1]
+        heads = np.flatnonzero(np.concatenate(([True], (ends != columns[:2, 1:]).any(axis=0))))
+        merged = np.ascontiguousarray(columns[:, heads])
+        merged[2] = np.add.reduceat(columns[2], heads)
+        return merged
+
+    def strips(self, strip_bytes: int) -> Int64s:
+        """The pieces cut into strips of at most `strip_bytes`, as rows of struct Pair."""
+        to, to_stride, source, from_stride, nbytes = self.pieces
+        counts = -(-nbytes // strip_bytes)
+        piece = np.repeat(np.arange(len(counts)), counts)
+        within = (np.arange(len(piece)) - (np.cumsum(counts) - counts)[piece]) * strip_bytes
+        left = np.minimum(nbytes[piece] - within, strip_bytes)
+        rows = (to[piece] + within, to_stride[piece], source[piece] + within, from_stride[piece], left)
+        return np.stack(rows, axis=1)
