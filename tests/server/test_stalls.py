@@ -77,7 +77,7 @@ def health(server: CacheServer) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("kind", "name", "reason"),
     [
-        (HostCopier, "gather", "the worker of cpu has been in a copy"),
+        (HostCopier, "steps", "the worker of cpu has been in a copy"),
         (DiskTier, "write", "of the disk tier has been in WriteChunk"),
     ],
 )
