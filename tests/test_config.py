@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvferry.config import ServerConfig, server_settings
+from kvferry.config import ServerConfig, server_settings, sessions_of_a_tenant
 from kvferry.settings import split_host_port
 
 
@@ -33,6 +33,7 @@ def test_defaults_are_what_the_checks_let_pass() -> None:
         ({"lease_ttl_s": float("nan")}, "lease_ttl_s is nan"),
         ({"max_sessions": 0}, "max_sessions is 0"),
         ({"max_sessions": True}, "max_sessions is True"),
+        ({"tenant_sessions": 0}, "tenant_sessions is 0"),
         ({"listen": "tcp://x"}, "tcp://HOST:PORT"),
         ({"listen": "127.0.0.1:5"}, "tcp://HOST:PORT"),
         ({"listen": "tcp://127.0.0.1:5"}, "needs token-file"),
@@ -70,6 +71,21 @@ def test_what_is_wrong_is_told_with_the_field_and_what_is_allowed(values: dict[s
         ServerConfig(**{"socket_path": "s", **values})
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, 9),
+        ({"tenant_sessions": 3}, 3),
+        ({"allow_uids": frozenset({5})}, 4),
+        ({"socket_group": "kv"}, 4),
+        ({"token_file": "/t"}, 4),
+        ({"token_file": "/t", "max_sessions": 1}, 1),
+    ],
+)
+def test_a_tenant_that_is_not_alone_leaves_half_of_the_sessions(values: dict[str, Any], expected: int) -> None:
+    assert sessions_of_a_tenant(ServerConfig(**{"socket_path": "s", "max_sessions": 9, **values})) == expected
 
 
 def test_secrets_are_in_no_text() -> None:

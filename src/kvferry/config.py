@@ -110,6 +110,16 @@ class ServerConfig:
             check=lambda count: count >= 1,
         ).metadata,
     )
+    tenant_sessions: int | None = field(
+        default=None,
+        metadata=Setting(
+            name="tenant-sessions",
+            kind=Kind.COUNT,
+            help="Connections of one tenant at one time. Not set: half of max-sessions; all where there is one tenant.",
+            allowed="a number of at least 1",
+            check=lambda count: count >= 1,
+        ).metadata,
+    )
     disk_path: str | None = field(
         default=None, metadata=path("disk", "Folder of the disk tier, for this server alone; needs disk-size.").metadata
     )
@@ -216,6 +226,14 @@ class ServerConfig:
             raise ValueError("tenant-disk-quota is set, but no disk")
         if self.tenant_remote_quotas and self.remote_url is None:
             raise ValueError("tenant-remote-quota is set, but no remote")
+
+
+def sessions_of_a_tenant(config: ServerConfig) -> int:
+    """How many connections one tenant may have at one time."""
+    if config.tenant_sessions is not None:
+        return config.tenant_sessions
+    alone = not (config.allow_uids or config.socket_group is not None or config.token_file is not None)
+    return config.max_sessions if alone else max(1, config.max_sessions // 2)
 
 
 def server_settings() -> dict[str, Setting]:

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[list[str], object]] = {
     "tenant_quotas": (["uid:5=1GiB", "*=64KiB"], {"uid:5": 1 << 30, "*": 1 << 16}),
     "tenant_disk_quotas": (["uid:5=1GiB", "*=0"], {"uid:5": 1 << 30, "*": 0}),
     "tenant_remote_quotas": (["token:a=1GiB"], {"token:a": 1 << 30}),
+    "tenant_sessions": (["7"], 7),
     "verify_memory": (["true"], True),
     "metrics": ([":0"], ":0"),
     "stall_s": (["3"], 3.0),

@@ -210,7 +210,7 @@ def test_a_friend_that_falls_silent_is_ended_over_tcp_only(served: TokenServer) 
 
 
 def test_strangers_do_not_take_the_place_of_friends(tmp_path: Path) -> None:
-    with token_server(tmp_path, max_sessions=2) as served:
+    with token_server(tmp_path, max_sessions=2, tenant_sessions=2) as served:
         strangers = [Raw(served.tcp) for _ in range(MAX_STRANGERS)]
         friends = [welcomed(served.tcp, A)]  # made room for by the oldest stranger
         assert refusal(strangers[0]).code == "crowded"
@@ -220,11 +220,47 @@ def test_strangers_do_not_take_the_place_of_friends(tmp_path: Path) -> None:
         raw, nonce = challenged(served.tcp, A)
         raw.send(Prove(A.prove(Role.CLIENT, hello_of(A), nonce)))
         assert refusal(raw).code == "busy"
-        stats = friends[0].stats()
-        assert stats["sessions_refused_busy"] == 2
-        assert stats["sessions_refused_crowded"] >= 1
         for each in (*strangers, *friends):
             each.close()
+        eventually(lambda: len(served.server._parts.sessions) == 0)
+        stats = served.stats()
+        assert stats["sessions_refused_busy"] == 2
+        assert stats["sessions_refused_crowded"] >= 1
+
+
+def test_a_tenant_does_not_take_the_places_of_others(tmp_path: Path) -> None:
+    with token_server(tmp_path, max_sessions=6) as served, contextlib.ExitStack() as stack:
+        urls = (served.tcp, served.path, served.tcp)
+        greedy = [stack.enter_context(contextlib.closing(welcomed(url, A))) for url in urls]
+        for url in (served.tcp, served.path):
+            raw, nonce = challenged(url, A)
+            stack.enter_context(contextlib.closing(raw))
+            raw.send(Prove(A.prove(Role.CLIENT, hello_of(A), nonce)))
+            error = refusal(raw)
+            assert error.code == "tenant_busy"
+            assert "3 sessions of token:a are connected, which is all that tenant_sessions allows" in error.text
+        others = [stack.enter_context(contextlib.closing(welcomed(url, B))) for url in urls[:2]]
+        assert [raw.stats()["sessions"] for raw in (greedy[0], greedy[2], others[0])] == [3, 3, 2]
+        assert served.stats()["sessions_refused_tenant_busy"] == 2
+        greedy[0].close()
+        eventually(lambda: served.stats()["sessions"] == 5)  # with the one that asks
+        stack.enter_context(contextlib.closing(welcomed(served.tcp, A)))
+
+
+def test_a_user_does_not_take_the_places_of_others(tmp_path: Path) -> None:
+    config = ServerConfig(
+        socket_path=str(tmp_path / "s"),
+        device="cpu",
+        memory_bytes=1 << 20,
+        max_sessions=5,
+        allow_uids=frozenset({4711}),
+    )
+    with CacheServer(config), contextlib.ExitStack() as stack:
+        for _ in range(2):
+            raw = stack.enter_context(contextlib.closing(Raw(config.socket_path, Hello(2, 1))))
+            assert isinstance(raw.reply(), Welcome)
+        third = stack.enter_context(contextlib.closing(Raw(config.socket_path)))
+        assert refusal(third).code == "tenant_busy"
 
 
 def test_each_token_is_a_tenant(served: TokenServer) -> None:

@@ -176,12 +176,12 @@ def test_the_socket_is_the_owners_only(stage: Stage) -> None:
 
 
 def test_another_uid_is_refused_with_both_named() -> None:
-    admission = Admission(own_uid=1000, allow_uids={1001}, max_sessions=1)
+    admission = Admission(own_uid=1000, allow_uids={1001}, max_sessions=1, tenant_sessions=1)
     admission.check_uid(1000, ())
     admission.check_uid(1001, ())
     with pytest.raises(RequestError, match=r"uid 1000 .*uid 1002"):
         admission.check_uid(1002, (0, 1000))
-    grouped = Admission(own_uid=1000, group_id=7, max_sessions=1)
+    grouped = Admission(own_uid=1000, group_id=7, max_sessions=1, tenant_sessions=1)
     grouped.check_uid(1002, (5, 7))
     with pytest.raises(RequestError, match=r"uid 1002 .*group 7"):
         grouped.check_uid(1002, (5,))

@@ -12,7 +12,7 @@ from kvferry.protocol.messages import PROTOCOL_VERSION, Challenge, Hello, Prove,
 from kvferry.server import CacheServer, ServerConfig
 from serving.raw import Raw
 
-TOKENS = {name: Token(name, name.encode() * 16) for name in ("a", "b")}
+TOKENS = {name: Token(name, name.encode() * 16) for name in ("a", "b", "operator")}
 NONCE = b"n" * 32
 
 

@@ -179,7 +179,7 @@ class Pinger:
 
 
 class Idler:
-    """A process that wants a core every 10 ms, for a moment, and how late it gets it: what the machine adds to a ping."""
+    """A process that wants a core every 10 ms, for a moment, and how late it comes: the machine's part of a ping."""
 
     CODE = """
 import time

@@ -30,6 +30,11 @@ class ChunkTree:
     def __len__(self) -> int:
         return self._num_chunks
 
+    def held_by(self, tenant: str) -> tuple[int, int]:
+        """How many chunks a tenant has, and how many bytes they have."""
+        share = self._queues.share(tenant)
+        return share.num_chunks, share.used_bytes
+
     @property
     def dirty(self) -> DirtyChunks:
         """The chunks that are dirty."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.cache import ChunkIndex, LeaseTable, MissLog, Quotas, SlabPool
-from kvferry.config import ServerConfig
+from kvferry.config import ServerConfig, sessions_of_a_tenant
 from kvferry.errors import DeadlineError, ServerGoneError
 from kvferry.ipc.table import process_table
 from kvferry.protocol.address import Address
@@ -147,6 +147,7 @@ def _sessions(config: ServerConfig, loop: Loop[Any], state: State, patience: Pat
             allow_uids=config.allow_uids,
             group_id=group_id_of(config.socket_group),
             max_sessions=config.max_sessions,
+            tenant_sessions=sessions_of_a_tenant(config),
         ),
         incarnation=secrets.token_bytes(16),
         tokens={} if config.token_file is None else read_tokens(config.token_file),

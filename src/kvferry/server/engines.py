@@ -79,6 +79,10 @@ class EngineTable:
     def __len__(self) -> int:
         return len(self._engines)
 
+    def count_of(self, tenant: str) -> int:
+        """How many a tenant has."""
+        return sum(owner == tenant for owner, _ in self._engines)
+
     def get(self, tenant: str, engine_id: str) -> Engine | None:
         """The engine, if any rank of it is registered."""
         return self._engines.get((tenant, engine_id))

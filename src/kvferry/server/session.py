@@ -53,11 +53,13 @@ class Greeting:
     """How far a session has come towards being welcome. `version` is the protocol spoken, 0 until then.
 
     A `remote` peer is at the other end of a TCP connection: it has shown a token once it is welcome, and can send no
-    descriptors. `token` and `nonce` are set while its proof is awaited, and after.
+    descriptors. An `own` one runs as the server's own user, as the kernel says. `token` and `nonce` are set while its
+    proof is awaited, and after.
     """
 
     remote: bool
     begun_at: float
+    own: bool = False
     hello: Hello | None = None
     token: Token | None = None
     nonce: bytes = b""

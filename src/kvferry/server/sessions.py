@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from kvferry.server.work.tasks import Failure
 
 _LOG = logging.getLogger(__name__)
 
+OPERATOR = "token:operator"  # sees what the server's own user sees
 _LOOK_S = 1.0
 
 
@@ -86,13 +88,14 @@ class Sessions:
             self._accept_stranger(sock, now)
             return
         try:
-            tenant, pidfd = self._admission.admit(sock, self._num_admitted())
+            admitted = self._admission.admit(sock, self._num_admitted())
         except RequestError as error:
             self._state.refusals.count_session(error.code)
             self._log.refused(None, error.code, str(error))
             _refuse(sock, error)
             return
-        session = Session(next(self._state.ids), tenant, Greeting(remote=False, begun_at=now), pidfd=pidfd)
+        tenant, pidfd, own = admitted
+        session = Session(next(self._state.ids), tenant, Greeting(remote=False, begun_at=now, own=own), pidfd=pidfd)
         self._begin(session, sock)
         if pidfd is not None:
             self._loop.watch(pidfd, READ, lambda _: self.end(session, "the client's process ended", gone=True))
@@ -185,14 +188,17 @@ class Sessions:
             on_end=lambda text, gone: self._on_connection_end(session, text, gone),
         )
 
-    def _num_admitted(self) -> int:
-        return len(self._sessions) - len(self._strangers)
+    def _num_admitted(self) -> Counter[str]:
+        """How many sessions each tenant has."""
+        return Counter(session.tenant for session in self._sessions.values() if session not in self._strangers)
 
-    def _on_proven(self, session: Session) -> None:
-        """The peer has shown a token. Raises RequestError where there is no room for it."""
-        if session in self._strangers:
-            self._admission.check_room(self._num_admitted())
-            del self._strangers[session]
+    def _on_proven(self, session: Session, tenant: str) -> None:
+        """The peer has shown that it is `tenant`. Raises RequestError where there is no room for it."""
+        if session not in self._strangers:
+            self._admission.check_share(tenant, self._num_admitted())
+            return
+        self._admission.check_room(tenant, self._num_admitted())
+        del self._strangers[session]
 
     def _refuse(self, session: Session, failure: Failure) -> None:
         """End a session that is not welcome."""
@@ -202,7 +208,12 @@ class Sessions:
         self.end(session, failure.text)
 
     def _stats(self, session: Session, message: Stats) -> None:
-        session.send(StatsReply(message.seq, self._state.values()))
+        """All of the server's numbers for who runs it; for others what is theirs."""
+        if session.greeting.own or session.tenant == OPERATOR:
+            session.send(StatsReply(message.seq, self._state.values()))
+        else:
+            mine = {"sessions": self._num_admitted()[session.tenant]}
+            session.send(StatsReply(message.seq, {**self._state.values_of(session.tenant), **mine}))
 
     def _on_connection_end(self, session: Session, text: str, gone: bool) -> None:
         if not gone:

@@ -67,3 +67,15 @@ class State:
             "memory_wasted_bytes": self.pool.wasted_bytes,
             **{name: value for values in self.more_values for name, value in values().items()},
         }
+
+    def values_of(self, tenant: str) -> dict[str, float]:
+        """What is a tenant's own among the gauges, and whether it can be served, which tells nothing of others."""
+        every = self.values()
+        num_chunks, nbytes = self.index.held_by(tenant)
+        return {
+            **{name: every[name] for name in ("healthy", "memory_bytes")},
+            "chunks": num_chunks,
+            "memory_used_bytes": nbytes,
+            "engines": self.engines.count_of(tenant),
+            **self.tiers.values_of(tenant),
+        }

@@ -30,7 +30,8 @@ class Greeter:
     heartbeat_s
         What peers over TCP are told; see Welcome.
     on_proven
-        Called when a session has shown its token, before it is welcomed; raises RequestError where there is no room.
+        Called when a session has shown its token, with the tenant that it is by that, before it is welcomed; raises
+        RequestError where there is no room.
     on_welcome
         Called when the greeting is over.
     """
@@ -41,7 +42,7 @@ class Greeter:
         *,
         incarnation: bytes,
         heartbeat_s: float,
-        on_proven: Callable[[Session], None],
+        on_proven: Callable[[Session, str], None],
         on_welcome: Callable[[Session], None],
     ) -> None:
         self._tokens = tokens
@@ -99,8 +100,9 @@ class Greeter:
             raise RequestError(
                 "token", f"this server has no token {hello.token_name[:64]!r} with that secret; compare the token files"
             )
-        self._on_proven(session)
-        session.tenant = f"token:{token.name}"
+        tenant = f"token:{token.name}"
+        self._on_proven(session, tenant)
+        session.tenant = tenant
         self._welcome(session, hello)
 
     def _welcome(self, session: Session, hello: Hello) -> None:

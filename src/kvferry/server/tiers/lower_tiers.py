@@ -210,6 +210,13 @@ class LowerTiers:
             else {}
         )
 
+    def values_of(self, tenant: str) -> dict[str, float]:
+        """What a tenant has there, as far as that is known."""
+        if self._disk is None:
+            return {}
+        num_chunks, nbytes = self._disk.index.held_by(tenant)
+        return {"disk_chunks": num_chunks, "disk_used_bytes": nbytes}
+
     def stop(self, timeout_s: float) -> list[DeadlineError]:
         """End all threads, once the loop does not run any more; those that did not end in time, to be stopped again."""
         late: list[DeadlineError] = []
