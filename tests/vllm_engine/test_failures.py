@@ -137,6 +137,23 @@ def test_a_damaged_chunk_is_recomputed(stage: Stage, reference: Reference) -> No
 
 
 @pytest.mark.full
+def test_what_a_failed_load_left_is_not_in_the_engines_own_prefix_cache(stage: Stage, reference: Reference) -> None:
+    """The engine has a beginning itself, loads the rest, of which a part fails; later it goes on from all of that."""
+    stage.serve("--verify-memory")
+    asked = prompts(85, 1, 400)
+    wanted = reference(asked)
+    stage.engine().generate(asked)
+    engine = stage.engine(enable_prefix_caching=True)
+    engine.generate([[*asked[0][:100], 1]])
+    engine.call("settle")
+    stage.server.damage()
+    for _ in range(3):
+        assert engine.generate(asked)["tokens"] == wanted
+    assert "a load failed" in stage.log(1)
+    all_blocks_are_free(engine)
+
+
+@pytest.mark.full
 def test_damaged_files_of_the_disk_tier(stage: Stage, reference: Reference) -> None:
     folder = stage.folder / "disk"
     stage.serve("--disk", str(folder), "--disk-size", "64MiB")

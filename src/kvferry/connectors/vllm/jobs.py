@@ -89,10 +89,13 @@ class JobTable:
 
     def youngest_s(self, *, freeing: bool = False) -> float | None:
         """How long ago the last job was begun (with `freeing`, the last whose end frees a block); None without any."""
-        times = [
-            job.begun_s for job in self._jobs.values() if not freeing or any(block.ref_cnt == 1 for block in job.held)
-        ]
-        return self._clock() - max(times) if times else None
+        times = (
+            job.begun_s
+            for job in reversed(self._jobs.values())  # vLLM asks at every step, mostly for the first of these
+            if not freeing or any(block.ref_cnt == 1 for block in job.held)
+        )
+        begun_s = next(times, None)
+        return None if begun_s is None else self._clock() - begun_s
 
     def _begin(self, request_id: str, block_ids: Sequence[int], *, is_load: bool, lease_id: int) -> int:
         held = [self._pool.blocks[block_id] for block_id in block_ids]
