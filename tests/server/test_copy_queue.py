@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 from kvferry.copy import Steps
@@ -37,6 +38,8 @@ class Plan:
 
 class Cache:
     """An open cache of which nothing is copied."""
+
+    layout = SimpleNamespace(block_bytes=64)
 
     def __init__(self) -> None:
         self.events: Events = Events()

@@ -28,9 +28,11 @@ from kvferry.server.sessions import Sessions
 from kvferry.server.state import State
 from kvferry.server.tiers.lower_tiers import LowerTiers
 from kvferry.server.tiers.setup import make_tiers
+from kvferry.server.tiers.tasks import TierDone
 from kvferry.server.watch.health import Health
 from kvferry.server.watch.metrics import MetricsServer
 from kvferry.server.watch.snapshots import Question, Snapshot, Snapshots
+from kvferry.server.watch.transfers import Transfers
 from kvferry.server.work.devices import choose_devices
 from kvferry.server.work.tasks import CacheClosed, CacheOpened, CopyDone, FdsTaken, MemoryReady, PrepareTask
 from kvferry.server.work.workers import Workers
@@ -164,12 +166,27 @@ def _metrics(config: ServerConfig, snapshots: Snapshots, undo: contextlib.ExitSt
 
 
 def _handlers(sessions: Sessions, state: State, health: Health) -> Mapping[type, Callable[[Any], None]]:
+    transfers = Transfers()
+    of_tiers = state.tiers.handlers()
+
+    def on_copied(done: CopyDone) -> None:
+        transfers.add("memory", done.moved)
+        sessions.jobs.on_done(done)
+
+    def on_tier_done(done: TierDone) -> None:
+        transfers.add(done.tier, done.moved)
+        of_tiers[TierDone](done)
+
+    def answer(question: Question) -> None:
+        question.answer.set_result(Snapshot(state.values(), health.report, transfers.metrics()))
+
     return {
-        CopyDone: sessions.jobs.on_done,
+        CopyDone: on_copied,
         FdsTaken: sessions.registrar.on_fds_taken,
         CacheOpened: sessions.registrar.on_opened,
         CacheClosed: sessions.registrar.on_closed,
         MemoryReady: lambda item: state.pool.add_area(item.offset, item.nbytes),
-        **state.tiers.handlers(),
-        Question: lambda question: question.answer.set_result(Snapshot(state.values(), health.report)),
+        **of_tiers,
+        TierDone: on_tier_done,
+        Question: answer,
     }

@@ -6,10 +6,11 @@ Each task but `ScanTier` is answered by one `TierDone` with its id.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.cache.tiers import ChunkMeta, ChunkName
 from kvferry.cache.tiers.disk import StoredChunk
+from kvferry.server.watch.transfers import Moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,7 @@ class TierDone:
     value: int = 0
     digest: bytes = b""
     num_opened: int = 0
+    moved: Moved | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

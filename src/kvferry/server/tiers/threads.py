@@ -39,6 +39,7 @@ from kvferry.server.tiers.tasks import (
     WriteChunk,
 )
 from kvferry.server.watch.pulse import Pulse
+from kvferry.server.watch.transfers import READ, WRITE, Moved
 
 _LOG = logging.getLogger(__name__)
 
@@ -206,9 +207,11 @@ class TierThreads:
             return None if self._stopping else next((tasks.popleft() for tasks in self._queues if tasks), None)
 
     def _answer(self, task: AnsweredTask, on_page: Callable[[], None]) -> TierDone:
+        began_at = time.monotonic()
         outcome, text, (value, digest) = self._guarded(lambda: self._do(task, on_page), (0, b""))
+        moved = _moved(task, time.monotonic() - began_at) if outcome is Outcome.DONE else None
         num_opened = self._local.num_opened if self._local is not None and isinstance(task, MeasureSpace) else 0
-        return TierDone(self.tier.name, task.task_id, outcome, text, value, digest, num_opened)
+        return TierDone(self.tier.name, task.task_id, outcome, text, value, digest, num_opened, moved)
 
     def _do(self, task: AnsweredTask, on_page: Callable[[], None]) -> tuple[int, bytes]:
         """What the tier says: a number, a checksum."""
@@ -258,3 +261,9 @@ class TierThreads:
 
     def _memory(self, offset: int, nbytes: int) -> memoryview:
         return memoryview((ctypes.c_char * nbytes).from_address(self._memory_address + offset)).cast("B")
+
+
+def _moved(task: AnsweredTask, seconds: float) -> Moved | None:
+    if isinstance(task, (WriteChunk, ReadChunk)):
+        return Moved(WRITE if isinstance(task, WriteChunk) else READ, task.meta.nbytes, seconds)
+    return None

@@ -221,6 +221,7 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         values = {**self._snapshot.values, "healthy": float(self._snapshot.report.healthy)}
         yield from metrics_of(values)
+        yield from self._snapshot.more
         build = GaugeMetricFamily(PREFIX + "build_info", "Always 1; the label says which.", labels=["version"])
         build.add_metric([__version__], 1)
         yield build

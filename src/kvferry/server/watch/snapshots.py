@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from prometheus_client.core import Metric
+
 from kvferry.errors import ServerGoneError
 from kvferry.server.watch.health import Report
 from kvferry.server.watch.pulse import Pulse
@@ -17,10 +19,14 @@ _ANSWER_S = 1.0
 
 
 class Snapshot(NamedTuple):
-    """All values by name, as in `stats`, and what the watchdog says. Without an answer of the loop there are none."""
+    """All values by name, as in `stats`, what the watchdog says, and metrics beyond that.
+
+    Without an answer of the loop there are none of either.
+    """
 
     values: Mapping[str, float]
     report: Report
+    more: tuple[Metric, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from kvferry.copy import CopyPlan, Steps
 from kvferry.errors import ChunkCorruptError, CopyCancelled, KVFerryError
 from kvferry.protocol.messages import BLOCK_ID_BYTES
 from kvferry.server.failures import failure_of
+from kvferry.server.watch.transfers import READ, WRITE, Moved
 from kvferry.server.work.checksums import count_good, digests_of
 from kvferry.server.work.device import Device
 from kvferry.server.work.opened import OpenedCache
@@ -38,6 +39,8 @@ class _Copy:
     next_chunk: int = 0
     plan: CopyPlan | None = None
     digests: list[bytes] = field(default_factory=list)  # of what was gathered
+    seconds: float = 0.0  # that its parts took
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class _Run:
     steps: Steps
     stop: int
     damaged: bool
+    began_at: float
 
 
 class CopyQueue:
@@ -188,6 +192,8 @@ class CopyQueue:
             run = self._running[turn[1]] = self._begin(turn, copy, device)
         if next(run.steps, None) is not None:
             return False
+        copy.seconds += time.monotonic() - run.began_at
+        copy.nbytes += (run.stop - copy.next_chunk) * self._chunk_bytes(copy.task)
         if turn[1] is Direction.GATHER and copy.task.digests is not None:
             copy.digests += digests_of(run.part)
         copy.next_chunk = run.stop
@@ -205,7 +211,7 @@ class CopyQueue:
             stop = copy.next_chunk + count_good(part, task.digests[copy.next_chunk : stop])
             part = copy.plan.part(copy.next_chunk, stop)
         steps = device.copiers[direction].steps(part, to_flat=direction is Direction.GATHER)
-        return _Run(turn, part, steps, stop, damaged=stop < wanted)
+        return _Run(turn, part, steps, stop, damaged=stop < wanted, began_at=time.monotonic())
 
     def _stop(self, turn: tuple[int, Direction]) -> None:
         """Nothing of what is under way in this turn is in flight after this."""
@@ -219,8 +225,11 @@ class CopyQueue:
             _LOG.exception("the copy that is being ended failed")
 
     def _chunks_a_step(self, task: CopyTask, device: Device) -> int:
+        return max(1, device.step_bytes // self._chunk_bytes(task))
+
+    def _chunk_bytes(self, task: CopyTask) -> int:
         blocks = len(task.block_ids) // BLOCK_ID_BYTES // len(task.offsets)
-        return max(1, device.step_bytes // (blocks * self._caches[task.cache_id].layout.block_bytes))
+        return blocks * self._caches[task.cache_id].layout.block_bytes
 
     def _ask(self, copy: _Copy, now: float) -> bool | Failure:
         """Whether the copy may begin, or why it ends instead."""
@@ -250,4 +259,7 @@ class CopyQueue:
 
     def _end(self, copy: _Copy, failure: Failure | None) -> None:
         self._cancelled.discard(copy.task.job_id)
-        self._post(CopyDone(copy.task.cache_id, copy.task.job_id, copy.next_chunk, failure, tuple(copy.digests)))
+        task = copy.task
+        direction = WRITE if task.direction is Direction.GATHER else READ
+        moved = Moved(direction, copy.nbytes, copy.seconds) if copy.nbytes else None
+        self._post(CopyDone(task.cache_id, task.job_id, copy.next_chunk, failure, tuple(copy.digests), moved))

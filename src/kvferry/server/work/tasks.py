@@ -6,10 +6,11 @@ A cache is one registration; its id is the server's and never used again. Descri
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.ipc.events import Ticket
 from kvferry.layout import KVLayout
+from kvferry.server.watch.transfers import Moved
 
 
 class Direction(enum.Enum):
@@ -120,6 +121,7 @@ class CopyDone:
     num_chunks: int
     failure: Failure | None = None
     digests: tuple[bytes, ...] = ()
+    moved: Moved | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
