@@ -16,6 +16,7 @@ INVALID_VALUE = 1
 NOT_INITIALIZED = 3
 INVALID_DEVICE = 101
 INVALID_CONTEXT = 201
+PEER_ACCESS_ALREADY_ENABLED = 704
 NAMES = {
     1: b"CUDA_ERROR_INVALID_VALUE",
     2: b"CUDA_ERROR_OUT_OF_MEMORY",
@@ -57,6 +58,7 @@ class FakeBase:
         self.calls: collections.Counter[str] = collections.Counter()
         self.failures: dict[str, list[int]] = {}  # name -> what its next calls return, 0 for "works"
         self.active: set[int] = set()
+        self.peers: set[tuple[int, int]] = set()  # devices, and those whose memory they reach
         self.lock = threading.RLock()
         self._local = threading.local()
 
@@ -138,6 +140,14 @@ class FakeBase:
         if context - 0x1000 not in self.active:
             raise Refused(INVALID_CONTEXT)
         self.stack.append(context)
+
+    def do_cuCtxEnablePeerAccess(self, context: int, flags: int) -> None:
+        if flags or context - 0x1000 not in self.active or context == self.stack[-1]:
+            raise Refused(INVALID_VALUE)
+        pair = self.device(), context - 0x1000
+        if pair in self.peers:
+            raise Refused(PEER_ACCESS_ALREADY_ENABLED)
+        self.peers.add(pair)
 
     def do_cuCtxPopCurrent_v2(self, context: Any) -> None:
         if not self.stack:

@@ -71,3 +71,12 @@ def bound_if_any(drv: Driver) -> Iterator[bool]:
         return
     with bound(first):
         yield True
+
+
+def enable_peer_access(ordinal: int, peer: int) -> None:
+    """Let kernels on one device reach memory that belongs to another one's context, but for VMM memory. Idempotent.
+
+    Raises CudaError where the two GPUs are not connected.
+    """
+    with bound(ordinal) as drv:
+        drv.enable_peer_access(drv.primary_context(peer))

@@ -16,6 +16,7 @@ SUCCESS = 0
 ALREADY_MAPPED = 208
 NOT_FOUND = 500
 NOT_READY = 600
+PEER_ACCESS_ALREADY_ENABLED = 704
 
 IPC_LAZY_PEER_ACCESS = 1
 HOST_REGISTER_PORTABLE = 1
@@ -141,6 +142,7 @@ FUNCTIONS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "cuCtxPopCurrent_v2": (POINTER(_HANDLE),),
         "cuCtxGetCurrent": (POINTER(_HANDLE),),
         "cuCtxSynchronize": (),
+        "cuCtxEnablePeerAccess": (_HANDLE, c_uint),
         "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
         "cuMemAlloc_v2": (POINTER(_DEVICEPTR), c_size_t),
         "cuMemFree_v2": (_DEVICEPTR,),

@@ -16,6 +16,7 @@ __all__ = [
     "MemoryKind",
     "PointerInfo",
     "host_device_pointer",
+    "let_device_reach",
     "pointer_info",
     "register_host",
     "tensor_from_pointer",
@@ -135,6 +136,16 @@ def tensor_from_pointer(ptr: int, nbytes: int, *, device: int, owner: object) ->
     """A flat uint8 tensor over device memory, without copying; `owner` lives as long as any view of it."""
     with bound(device) as drv:
         return drv.make_tensor(ptr, nbytes, device, owner)
+
+
+def let_device_reach(ordinal: int, ptr: int) -> None:
+    """Let kernels on a device reach VMM memory of another one, all of the range that is mapped here around `ptr`.
+
+    Raises CudaError where the two GPUs are not connected.
+    """
+    info = pointer_info(ptr)
+    with bound(info.device) as drv:
+        drv.set_access(info.range_base, info.range_size, ordinal)
 
 
 def register_host(address: int, nbytes: int, *, device: int = 0) -> None:

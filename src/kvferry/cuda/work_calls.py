@@ -10,6 +10,7 @@ from typing import Any
 from kvferry.cuda.calls import Library
 from kvferry.cuda.functions import (
     NOT_READY,
+    PEER_ACCESS_ALREADY_ENABLED,
     SOURCE_IN_STREAM_ORDER,
     STREAM_NON_BLOCKING,
     SUCCESS,
@@ -72,6 +73,12 @@ class DeviceCalls(Library):
     def context_synchronize(self) -> None:
         """Block until all work given to the current context before is done."""
         self.call("cuCtxSynchronize")
+
+    def enable_peer_access(self, context: int) -> None:
+        """Let what runs in the current context reach the memory of another device's context. Idempotent."""
+        code = self.result("cuCtxEnablePeerAccess", context, 0)
+        if code not in (SUCCESS, PEER_ACCESS_ALREADY_ENABLED):
+            raise self.error("cuCtxEnablePeerAccess", code)
 
     def _device(self, ordinal: int) -> int:
         device = c_int()

@@ -13,12 +13,13 @@ import torch
 
 from kvferry.errors import TransferError
 from kvferry.p2p.carriers.host import HostCarrier
+from kvferry.p2p.carriers.ipc.carrier import IpcCarrier
 from kvferry.p2p.carriers.links import Links
 from kvferry.p2p.config import P2pConfig, new_instance_id
 from kvferry.p2p.core import Core
 from kvferry.p2p.receive.copies import Copies
 from kvferry.p2p.receive.store import RecvStore, Region
-from kvferry.p2p.signal.handshake import HOST_CARRIER, Self
+from kvferry.p2p.signal.handshake import HOST_CARRIER, IPC_CARRIER, Self
 from kvferry.p2p.signal.loop import Loop
 from kvferry.p2p.signal.messages import About
 from kvferry.p2p.signal.session import Session
@@ -40,6 +41,7 @@ class Parts:
     copies: Copies
     sessions: Sessions
     core: Core
+    ipc: IpcCarrier
 
     def start(self) -> None:
         self.copies.start()
@@ -59,10 +61,17 @@ class Parts:
                 for session in self.sessions.all()
                 if session.is_up
             },
+            "fallbacks": {
+                (session.address or (session.about.address if session.about else "")): session.why
+                for session in self.sessions.all()
+                if session.why
+            },
+            "not_offered": core.not_offered,
             "sending": len(core.outgoing),
             "receiving": len(core.incoming),
             "unclaimed": core.incoming.num_unclaimed,
             "blocks_kept_beyond_lease": core.outgoing.blocks_kept_beyond_lease,
+            "ipc_copies_beyond_lease": self.ipc.num_expired,
             "used_bytes": core.store.used_bytes(),
             "refused": dict(core.incoming.refused),
             **dict(self.sessions.counters),
@@ -119,16 +128,21 @@ def assemble(config: P2pConfig) -> Parts:
             device_uuid="",
             tp_rank=config.tp_rank,
             tp_size=config.tp_size,
-            carriers=(HOST_CARRIER,),
+            carriers=(IPC_CARRIER if config.carrier == IPC_CARRIER else HOST_CARRIER,),
             geometry=None,
         )
         own = Self(new_instance_id(), config.secret, about)
         sessions = Sessions(own, sockets, links, heartbeat_s=config.heartbeat_s, set_up_s=config.connect_timeout_s)
         copies = Copies()
         core = Core(sessions, RecvStore(_regions(config)), copies, events.post, lease_s=config.lease_s)
-        core.carriers[HOST_CARRIER] = HostCarrier(links, events)
+        host = core.carriers[HOST_CARRIER] = HostCarrier(links, events)
+        ipc = core.carriers[IPC_CARRIER] = IpcCarrier(host, events, sessions.send, events.post)
+        undo.callback(ipc.close)
+        sessions.mapper = ipc
+        if config.carrier == IPC_CARRIER:
+            ipc.start()
         loop = Loop(core.tick, partial(_end, events))
-        parts = events.parts = Parts(sockets, loop, links, copies, sessions, core)
+        parts = events.parts = Parts(sockets, loop, links, copies, sessions, core, ipc)
         sessions.begin(loop, core)
         undo.pop_all()
     return parts

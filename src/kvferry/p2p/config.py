@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvferry.settings import split_host_port
 
 SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
-CARRIERS = ("auto", "host")
+CARRIERS = ("auto", "ipc", "host")
 MIN_TOKEN_BYTES = 16  # whoever hears a handshake can try secrets against it
 _MAX_SECONDS = 86_400
 

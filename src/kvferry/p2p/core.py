@@ -16,9 +16,10 @@ from kvferry.errors import TransferError
 from kvferry.ipc.descriptor import DTYPES
 from kvferry.p2p.caches import KVCaches
 from kvferry.p2p.carriers.base import Carrier
-from kvferry.p2p.memory import BlockMemory, FlatMemory, Memory
+from kvferry.p2p.memory import BlockMemory, FlatMemory, Memory, with_block_ids
 from kvferry.p2p.receive.copies import Copies
 from kvferry.p2p.receive.store import Place, RecvStore
+from kvferry.p2p.signal.handshake import IPC_CARRIER
 from kvferry.p2p.signal.messages import (
     Accept,
     AnyMessage,
@@ -71,11 +72,12 @@ class Core:
         self.carriers: dict[str, Carrier] = {}
         self.caches: KVCaches | None = None
         self.counters: Counter[str] = Counter()
+        self.not_offered = ""  # what keeps peers from being offered a better carrier
         self._copies = copies
         self._post = post
         self._sources: dict[int, Memory] = {}
         self._unsent: dict[Session, list[Message]] = {}
-        self._events: list[tuple[Event, int, int]] = []
+        self._events: list[tuple[Event, Callable[[], None]]] = []
         self._room_freed = False
 
     # What callers post
@@ -126,7 +128,11 @@ class Core:
         if event is None:
             self.outgoing.item_ready(number, item)
         else:
-            self._events.append((event, number, item))
+            self.when_done(event, partial(self.outgoing.item_ready, number, item))
+
+    def when_done(self, event: Event, call: Callable[[], None]) -> None:
+        """Call it once the event is done."""
+        self._events.append((event, call))
 
     def released(self, place: Place) -> None:
         """Room that was lent has come back."""
@@ -179,11 +185,11 @@ class Core:
         """Time-outs, and what was waited for; returns when to come again."""
         self.sessions.now = now
         waiting = []
-        for event, number, item in self._events:
+        for event, call in self._events:
             if event.query():
-                self.outgoing.item_ready(number, item)
+                call()
             else:
-                waiting.append((event, number, item))
+                waiting.append((event, call))
         self._events = waiting
         next_at = min(self.sessions.tick(), self.outgoing.tick(now), self.incoming.tick(now))
         if self._room_freed:
@@ -210,7 +216,8 @@ class Core:
         if not session.moves_blocks:
             return TransferError("mismatch", f"{session!r}: both engines must register their KV caches first")
         sizes = tuple(nbytes * offer.num_blocks for nbytes in session.layer_bytes())
-        return msgspec.structs.replace(offer, item_bytes=sizes, part=session.part_of_mine())
+        fitted = msgspec.structs.replace(offer, item_bytes=sizes, part=session.part_of_mine())
+        return with_block_ids(fitted, self._sources[offer.number]) if session.carrier == IPC_CARRIER else fitted
 
     def tell(self, session: Any, message: Message) -> None:
         self.sessions.send(session, message)
@@ -245,6 +252,8 @@ class Core:
         return TransferError("too_large", f"{sum(offer.item_bytes)} bytes fit nowhere: the receiver has {sizes}")
 
     def reserve(self, session: Any, offer: Offer) -> Place | None:
+        if offer.tensor is None and session.own.device_uuid:
+            return None  # blocks of a GPU stay at the sender until they are claimed: the buffer is host memory
         return self.store.reserve(session, offer)
 
     def release(self, place: Any) -> None:

@@ -18,6 +18,7 @@ from kvferry.errors import LayoutError, TransferError
 from kvferry.layout import LayoutHints
 from kvferry.p2p.assembly import Parts, assemble
 from kvferry.p2p.caches import KVCaches
+from kvferry.p2p.carriers.choice import Offered, offered
 from kvferry.p2p.claims import claim_blocks, claim_tensor
 from kvferry.p2p.config import P2pConfig
 from kvferry.p2p.futures import Receiving, Sending
@@ -72,9 +73,8 @@ class P2pNcclEngine:
         Raises LayoutError where the tensors do not fit the format or the hints.
         """
         caches = KVCaches.describe(kv_caches, format, layout_hints)
-        if caches.device.type != "cpu":
-            raise LayoutError(f"KV caches on {caches.device}: the carriers of this engine move host memory")
-        self._parts.loop.ask(partial(self._register, caches))
+        found = offered(self.config.carrier, self._parts.ipc, caches)
+        self._parts.loop.ask(partial(self._register, caches, found))
 
     def send_tensor(
         self, tensor_id: str, tensor: torch.Tensor, remote_address: str | None = None, *, timeout_s: float | None = None
@@ -212,10 +212,16 @@ class P2pNcclEngine:
     def __repr__(self) -> str:
         return f"<P2pNcclEngine at {self.address}, {'closed' if self._closed else 'open'}>"
 
-    def _register(self, caches: KVCaches) -> None:
+    def _register(self, caches: KVCaches, found: Offered) -> None:
         parts = self._parts
-        parts.core.caches = caches
-        about = msgspec.structs.replace(parts.sessions.own.about, geometry=caches.geometry)
+        parts.core.caches, parts.core.not_offered = caches, found.why
+        about = msgspec.structs.replace(
+            parts.sessions.own.about,
+            geometry=caches.geometry,
+            carriers=found.carriers,
+            device_uuid=found.device_uuid,
+            ipc_path=parts.ipc.path,
+        )
         parts.sessions.own = replace(parts.sessions.own, about=about)
         for session in parts.sessions.all():
             parts.sessions.end(session, TransferError("renewed", "KV caches were registered"), tell=True)

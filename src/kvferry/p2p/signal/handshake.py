@@ -5,6 +5,7 @@ Each step raises TransferError where the other side is not to be talked to; its 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from kvferry.p2p.signal.messages import (
 HOST_CARRIER = "host"
 IPC_CARRIER = "ipc"
 NCCL_CARRIER = "nccl"
+TICKET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class Initiator:
         self._own = own
         self._nonce = os.urandom(NONCE_BYTES)
         self.peer: bytes | None = None
+        self.ticket = b""  # what the acceptor shows where the two meet beside ZMQ; once it has proved itself
 
     def hello(self) -> Hello:
         return Hello(oldest=OLDEST_VERSION, version=PROTOCOL_VERSION, nonce=self._nonce)
@@ -58,6 +61,7 @@ class Initiator:
         parts = _parts(self._own.instance, message.sender, self._nonce, message.nonce)
         if not accepts(self._own.secret, Role.ACCEPTOR, parts, message.mac):
             raise TransferError("refused", "the acceptor does not have this engine's token")
+        self.ticket = _ticket(parts)
         about = self._own.about
         return Introduce(about=about, mac=prove(self._own.secret, Role.INITIATOR, (*parts, _packed(about))))
 
@@ -76,12 +80,14 @@ class Acceptor:
         self._nonce = os.urandom(NONCE_BYTES)
         self._parts: tuple[bytes, ...] = ()
         self.peer: bytes | None = None
+        self.ticket = b""  # as the initiator has it
 
     def on_hello(self, message: Hello) -> Challenge:
         if message.oldest > PROTOCOL_VERSION or message.version < OLDEST_VERSION:
             raise _other_version(message.oldest, message.version)
         self.peer = message.sender
         self._parts = _parts(message.sender, self._own.instance, message.nonce, self._nonce)
+        self.ticket = _ticket(self._parts)
         mac = prove(self._own.secret, Role.ACCEPTOR, self._parts)
         return Challenge(version=min(message.version, PROTOCOL_VERSION), nonce=self._nonce, mac=mac)
 
@@ -93,9 +99,12 @@ class Acceptor:
         return choose_carrier(self._own.about, message.about)
 
 
-def choose_carrier(mine: About, theirs: About) -> str:
-    """The first of my carriers that both sides have and that their places allow. Raises TransferError."""
-    common = [name for name in mine.carriers if name in theirs.carriers]
+def choose_carrier(mine: About, theirs: About, tried: str = "") -> str:
+    """The first of my carriers, but for one that was `tried`, that both have and their places allow.
+
+    Raises TransferError.
+    """
+    common = [name for name in mine.carriers if name in theirs.carriers and name != tried]
     same_host = mine.host_id == theirs.host_id
     same_device = same_host and mine.device_uuid == theirs.device_uuid != ""
     for name in common:
@@ -126,6 +135,11 @@ def _other_version(oldest: int, newest: int) -> TransferError:
 
 def _parts(initiator: bytes, acceptor: bytes, one: bytes, two: bytes) -> tuple[bytes, ...]:
     return initiator, acceptor, one, two
+
+
+def _ticket(parts: tuple[bytes, ...]) -> bytes:
+    """What only those two know that have greeted each other."""
+    return hashlib.sha256(b"kvferry p2p ticket" + b"".join(parts)).digest()
 
 
 def _packed(about: About) -> bytes:

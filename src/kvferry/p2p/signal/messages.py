@@ -31,7 +31,8 @@ Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 TransferId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Word = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=2048)]
-BlockIds = Annotated[bytes, Meta(max_length=128 << 10)]  # a little-endian int32 a block
+MAX_BLOCK_IDS = 32 << 10
+BlockIds = Annotated[bytes, Meta(max_length=4 * MAX_BLOCK_IDS)]  # a little-endian int32 a block
 
 
 def _tag(name: str) -> str:
@@ -73,7 +74,7 @@ class Geometry(msgspec.Struct, frozen=True):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """Who an engine is. `address` is what it says of itself, for people."""
+    """Who an engine is. `address` is what it says of itself, for people; `ipc_path` where peers on its host come."""
 
     address: Text
     host_id: Word
@@ -82,6 +83,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: Count
     carriers: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=16)]
     geometry: Geometry | None
+    ipc_path: Word = ""
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -108,12 +110,16 @@ class Introduce(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The session's carrier; the link is a connection to `link_port` that says `ticket` first."""
+    """The session's carrier; the link is a connection to `link_port` that says `ticket` first.
+
+    `why` says what kept the two from using a better carrier.
+    """
 
     about: About
     carrier: Word
     link_port: Annotated[int, Meta(ge=1, le=65_535)]
     ticket: Nonce
+    why: Text = ""
 
 
 class Goodbye(Message, frozen=True, kw_only=True):

@@ -35,6 +35,7 @@ class Session:
     peer: bytes = NOBODY
     about: About | None = None
     carrier: str = ""
+    why: str = ""  # what kept it from having a better one
     set_up_by: float = 0.0
     said_at: float = 0.0
     _pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(default_factory=dict)

@@ -7,12 +7,11 @@ import math
 import os
 from collections import Counter
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
 from kvferry.errors import PeerGoneError, TransferError, WireError
-from kvferry.p2p.signal.handshake import Acceptor, Initiator, Self
+from kvferry.p2p.signal.handshake import IPC_CARRIER, Acceptor, Initiator, Self, choose_carrier
 from kvferry.p2p.signal.loop import Loop
 from kvferry.p2p.signal.messages import (
     NONCE_BYTES,
@@ -27,6 +26,7 @@ from kvferry.p2p.signal.messages import (
     decode_message,
     encode_message,
 )
+from kvferry.p2p.signal.neighbours import Links, Listener, Mapper
 from kvferry.p2p.signal.session import Session, State
 from kvferry.p2p.signal.sockets import Sockets, receive, send
 from kvferry.settings import split_host_port
@@ -35,37 +35,6 @@ _LOG = logging.getLogger(__name__)
 _BEATS = 3
 _MAX_GREETING = 256
 _MESSAGES_A_TURN = 64
-
-
-class Links(Protocol):
-    """The connections beside ZMQ; calls only queue. Answered by `link_up` and `link_lost`."""
-
-    port: int
-
-    def await_ticket(self, session: Session, ticket: bytes) -> None:
-        """A peer will come with this ticket."""
-
-    def connect(self, session: Session, host: str, port: int, ticket: bytes) -> None:
-        """Go to a peer."""
-
-    def confirm(self, session: Session) -> None:
-        """Tell the peer that came that its session is up."""
-
-    def drop(self, session: Session) -> None:
-        """The session has ended."""
-
-
-class Listener(Protocol):
-    """Whom sessions are for."""
-
-    def session_up(self, session: Session) -> None:
-        """It can be used."""
-
-    def session_lost(self, session: Session, error: TransferError) -> None:
-        """It has ended; called once, also for one that never was up."""
-
-    def heard(self, session: Session, message: AnyMessage) -> None:
-        """A message that is not the session's own business."""
 
 
 class Sessions:
@@ -81,6 +50,7 @@ class Sessions:
         self._by_address: dict[str, Session] = {}
         self.counters: Counter[str] = Counter()
         self.now = 0.0
+        self.mapper: Mapper | None = None
         self._listener: Listener | None = None
         self._loop: Loop | None = None
 
@@ -133,6 +103,7 @@ class Sessions:
             self._loop.forget(session.socket)
             session.socket.close(linger=200 if tell else 0)
         self._links.drop(session)
+        self._unmapped(session)
         assert self._listener is not None
         self._listener.session_lost(session, error)
 
@@ -254,22 +225,55 @@ class Sessions:
         elif isinstance(step, Acceptor) and isinstance(message, Introduce) and step.peer is not None:
             session.carrier = step.on_introduce(message)
             session.about, session.state = message.about, State.LINKING
-            ticket = os.urandom(NONCE_BYTES)
-            self._links.await_ticket(session, ticket)
-            about, port = self.own.about, self._links.port
-            self.send(session, Welcome(about=about, carrier=session.carrier, link_port=port, ticket=ticket))
+            if session.carrier == IPC_CARRIER and self.mapper is not None:
+                self.mapper.map_peer(session, step.ticket, partial(self._welcome, session))
+            else:
+                self._welcome(session, "")
         elif isinstance(step, Initiator) and isinstance(message, Challenge) and step.peer is None:
             introduce = step.on_challenge(message)
             session.peer = message.sender
+            if self.mapper is not None:
+                self.mapper.await_peer(session, step.ticket)
             self.send(session, introduce)
         elif isinstance(step, Initiator) and isinstance(message, Welcome) and step.peer is not None:
             step.on_welcome(message)
+            if message.carrier == IPC_CARRIER and not (self.mapper and self.mapper.has_mapped(session, message.about)):
+                raise TransferError("protocol", "the acceptor chose carrier 'ipc' without having mapped anything")
             session.about, session.carrier, session.state = message.about, message.carrier, State.LINKING
+            session.why = message.why
+            self._unmapped(session)
             assert session.address is not None
             host, _ = split_host_port(session.address)
             self._links.connect(session, host, message.link_port, message.ticket)
         else:
             raise TransferError("protocol", f"a {type(message).__name__} out of turn")
+
+    def _welcome(self, session: Session, problem: str) -> None:
+        """The carrier is settled, or its `problem` asks for another one."""
+        if session.ended:
+            return
+        assert session.about is not None
+        if problem:
+            session.why = f"not {session.carrier}: {problem}"[:2000]
+            try:
+                session.carrier = choose_carrier(session.own, session.about, session.carrier)
+            except TransferError as error:
+                self.end(session, PeerGoneError(error.code, f"{error.text}; {session.why}"[:2000]), tell=True)
+                return
+        ticket = os.urandom(NONCE_BYTES)
+        self._links.await_ticket(session, ticket)
+        welcome = Welcome(
+            about=session.own,
+            carrier=session.carrier,
+            link_port=self._links.port,
+            ticket=ticket,
+            why=session.why,
+        )
+        self.send(session, welcome)
+
+    def _unmapped(self, session: Session) -> None:
+        if self.mapper is not None and session.carrier != IPC_CARRIER:
+            self.mapper.forget(session)
 
     def _decoded(self, data: bytes) -> AnyMessage | None:
         try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import msgspec
+
 from kvferry.errors import TransferError
 from kvferry.p2p.signal.messages import Accept, End, Landed, NoSuch, Offer, Stopped
 from kvferry.p2p.transfers.memory import EndedIds, Ending, Remembered
@@ -64,7 +66,7 @@ class IncomingTable:
         if claim is not None:
             self._join(found, claim, now)
         elif not self._is_hurried(now):
-            self._try_room(found)
+            self._try_room(found, now)
 
     def item_landed(self, session: Session, number: int, item: int, now: float) -> None:
         """All bytes of one item are in their place."""
@@ -162,12 +164,12 @@ class IncomingTable:
     def fill_room(self, now: float) -> None:
         """Room in the buffer has become free: claimed transfers go first, then those of the peer that holds least."""
         while (first := self._oldest()) is not None and first.is_late(now):
-            if not self._try_room(first):
+            if not self._try_room(first, now):
                 return  # nobody overtakes it any more
         waiting = [found for found in self._by_number.values() if found.state is State.OFFERED]
         waiting.sort(key=lambda found: (found.claim is None, self._effects.held(found.session), found.offered_at))
         for found in waiting:
-            self._try_room(found)
+            self._try_room(found, now)
 
     def close(self, error: TransferError) -> None:
         """Fail all claims. The carriers have stopped."""
@@ -211,14 +213,14 @@ class IncomingTable:
         elif found.state is State.KEPT:
             self._deliver(found, claim)
         elif found.state is State.OFFERED and claim.destination is not None:
-            self._land(found, claim.destination)
+            self._land(found, claim.destination, now)
         elif found.state is State.OFFERED and not self._is_hurried(now):
-            self._try_room(found)
+            self._try_room(found, now)
 
-    def _try_room(self, found: Incoming) -> bool:
+    def _try_room(self, found: Incoming, now: float) -> bool:
         found.place = self._effects.reserve(found.session, found.offer)
         if found.place is not None:
-            self._land(found, found.place)
+            self._land(found, found.place, now)
         return found.place is not None
 
     def _oldest(self) -> Incoming | None:
@@ -229,10 +231,11 @@ class IncomingTable:
         first = self._oldest()
         return first is not None and first.is_late(now)
 
-    def _land(self, found: Incoming, destination: object) -> None:
+    def _land(self, found: Incoming, destination: object, now: float) -> None:
         found.state = State.LANDING
         found.ends_at = math.inf if found.claim else found.ends_at
-        self._effects.expect(found.session, found.offer, destination)
+        left_s = max(0.0, found.offered_at + found.offer.lease_s - now)
+        self._effects.expect(found.session, msgspec.structs.replace(found.offer, lease_s=left_s), destination)
         self._effects.tell(found.session, Accept(number=found.offer.number))
 
     def _deliver(self, found: Incoming, claim: Claim) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from kvferry.errors import TransferError
 from kvferry.p2p.signal.messages import Accept, Ask, End, Landed, Message, NoSuch, Offer, Reject, Stopped
 from kvferry.p2p.transfers.memory import EndedIds, Ending, Remembered
 
+_LOG = logging.getLogger(__name__)
 MAX_ASKS = 4096
 Session = Hashable
 Outcome = TransferError | None
@@ -212,6 +214,9 @@ class OutgoingTable:
                 self.cancel(out.number, now, TransferError("expired", f"the lease of {out.key.transfer_id!r} is over"))
             if out.state is State.ENDING and out.number in self._by_number and not out.overdue:
                 out.overdue = True
+                _LOG.warning(
+                    "the lease of %r is over, its reader has not stopped: blocks are kept", out.key.transfer_id
+                )
                 self.blocks_kept_beyond_lease += 1
         times = [out.lease_ends_at for out in self._by_number.values() if not out.overdue]
         return min([*times, *(until for _, until in self._asks.values())], default=math.inf)

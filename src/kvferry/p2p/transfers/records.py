@@ -94,7 +94,7 @@ class ReceiverEffects(Protocol):
         """Bytes of room that a session's transfers hold."""
 
     def expect(self, session: Session, offer: Offer, destination: object) -> None:
-        """Let the carrier write what comes into a destination or place."""
+        """Let the carrier write what comes into a destination or place; the offer's lease is what is left of it."""
 
     def stop_landing(self, session: Session, number: int) -> None:
         """Let the carrier stop writing; it answers by `IncomingTable.landing_stopped`."""

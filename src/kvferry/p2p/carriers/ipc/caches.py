@@ -1,0 +1,175 @@
+"""KV caches as they go from one engine to the other: what this one gives, and what it has mapped of a peer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import torch
+
+from kvferry.copy.pairs import BlockPairs
+from kvferry.cuda.device import enable_peer_access
+from kvferry.cuda.memory import let_device_reach
+from kvferry.errors import KVFerryError, LayoutError, WireError
+from kvferry.ipc.policy import wrap
+from kvferry.ipc.vmm import VmmCudaIPCWrapper
+from kvferry.ipc.wrapper import DeviceIPCWrapper
+from kvferry.layout import KVLayout
+from kvferry.p2p.caches import KVCaches
+from kvferry.p2p.carriers.runs import Int64s
+from kvferry.p2p.geometry import Piece, check_geometry, common_pieces, shared_heads
+from kvferry.p2p.memory import BlockMemory, Memory
+from kvferry.p2p.signal.messages import About
+from kvferry.p2p.signal.session import Session
+
+Layers = Annotated[tuple[KVLayout, ...], msgspec.Meta(max_length=4096)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exported:
+    """The storages of this engine's KV caches, wrapped, and where each layer lies in them; nothing without caches."""
+
+    wrappers: tuple[DeviceIPCWrapper, ...] = ()
+    layers: tuple[KVLayout, ...] = ()
+    storages: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, caches: KVCaches) -> Exported:
+        """Raises ShareError (UnsupportedMemoryError) where they lie in memory that no other process can map."""
+        wrappers: list[DeviceIPCWrapper] = []
+        try:
+            for storage in caches.storages:
+                wrappers.append(wrap(storage))
+        except KVFerryError:
+            for wrapper in wrappers:
+                wrapper.close()
+            raise
+        return cls(tuple(wrappers), caches.layers, caches.storages)
+
+    @property
+    def device_uuid(self) -> str:
+        """Of the GPU that they are on; "" for the host."""
+        return self.wrappers[0].device_uuid if self.wrappers else ""
+
+    @property
+    def device(self) -> int | None:
+        """Its number in this process; None for the host."""
+        return self.wrappers[0].device_ordinal if self.wrappers else None
+
+    def close(self) -> None:
+        """Idempotent; peers keep what they have mapped."""
+        for wrapper in self.wrappers:
+            wrapper.close()
+
+
+@dataclass(slots=True, eq=False)
+class PeerCaches:
+    """A peer's KV caches, mapped here. `close` at any time that no copy runs. Idempotent."""
+
+    about: About
+    layers: tuple[KVLayout, ...]
+    wrappers: Sequence[DeviceIPCWrapper]
+    own: Exported
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layers[0].num_blocks if self.layers else 0
+
+    @property
+    def same_gpu(self) -> bool:
+        """Whether both engines use one GPU."""
+        return bool(self.wrappers) and self.wrappers[0].device_uuid == self.own.device_uuid != ""
+
+    def open(self) -> None:
+        """Check what came, and map it.
+
+        Raises KVFerryError where it does not fit what the peer said of itself, cannot be mapped, or is out of reach of
+        this engine's device.
+        """
+        self._check()
+        for wrapper in self.wrappers:
+            self.tensors.append(wrapper.to_tensor())
+        own = self.own.device
+        if self.tensors and own is not None and not self.same_gpu:
+            for wrapper, tensor in zip(self.wrappers, self.tensors, strict=True):
+                _let_reach(own, wrapper, tensor)
+
+    def close(self) -> None:
+        """Let go of the memory; it is unmapped at once."""
+        self.tensors.clear()
+        for wrapper in self.wrappers:
+            wrapper.close()
+
+    def pairs(self, session: Session, items: Sequence[int], destination: Memory, from_ids: Int64s) -> BlockPairs:
+        """The copy of some layers of a transfer whose blocks are `from_ids` at the peer."""
+        blocks = len(from_ids)
+        columns: list[tuple[int, int, int, int, int]] = []
+        for item in items:
+            mine, theirs = session.pieces(item), self._peer_pieces(session, item)
+            places = _places(self.layers[item], self.tensors, theirs)
+            if isinstance(destination, BlockMemory):
+                caches = destination.caches
+                targets = _places(caches.layers[item], caches.storages, mine)
+            else:
+                targets, at = [], destination.items[item][0]
+                for piece in mine:
+                    targets.append((at, piece.length))
+                    at += blocks * piece.length
+            for target, place, piece in zip(targets, places, mine, strict=True):
+                columns.append((*target, *place, piece.length))
+        to_ids = destination.ids if isinstance(destination, BlockMemory) else np.arange(blocks)
+        pieces = np.array(columns, dtype=np.int64).T
+        return BlockPairs(pieces, to_ids.astype(np.int32), from_ids.astype(np.int32))
+
+    def _peer_pieces(self, session: Session, item: int) -> tuple[Piece, ...]:
+        """The pieces of one layer's blocks on the peer's side: as many of the same lengths as on ours."""
+        if item not in self._pieces:
+            own, other = session.own.geometry, self.about.geometry
+            assert own is not None
+            assert other is not None
+            shares = shared_heads(self.about, session.own)
+            kinds = other.kinds[other.layers[item]], own.kinds[own.layers[item]]
+            self._pieces[item] = common_pieces(*kinds, shares)
+        return self._pieces[item]
+
+    def _check(self) -> None:
+        geometry = self.about.geometry
+        if geometry is not None:
+            check_geometry(geometry)
+        lengths = [] if geometry is None else [geometry.kinds[kind].lengths for kind in geometry.layers]
+        if lengths != [tuple(plane.length for plane in layer.planes) for layer in self.layers]:
+            raise LayoutError("the peer's KV caches are not laid out as it said")
+        if len({layer.num_blocks for layer in self.layers}) > 1:
+            raise LayoutError("the layers of the peer's KV caches have different numbers of blocks")
+        for wrapper in self.wrappers:
+            if wrapper.dtype is not torch.uint8 or len(wrapper.shape) != 1 or wrapper.stride != (1,):
+                raise WireError(f"{wrapper!r} is no storage; each is one dense run of uint8")
+            if self.own.wrappers and bool(wrapper.device_uuid) != bool(self.own.device_uuid):
+                where = wrapper.device_uuid or "the host"
+                raise LayoutError(f"KV caches on {where} there and on {self.own.device_uuid or 'the host'} here")
+        sizes = [wrapper.shape[0] for wrapper in self.wrappers]
+        for layer in self.layers:
+            layer.validate(sizes)
+
+
+def _let_reach(own: int, wrapper: DeviceIPCWrapper, tensor: torch.Tensor) -> None:
+    peer = wrapper.device_ordinal
+    assert peer is not None
+    if isinstance(wrapper, VmmCudaIPCWrapper):
+        let_device_reach(own, tensor.data_ptr())
+    else:
+        enable_peer_access(own, peer)
+
+
+def _places(layer: KVLayout, storages: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Address in block 0, and stride, of each piece."""
+    planes = [layer.planes[piece.plane] for piece in pieces]
+    return [
+        (storages[plane.storage].data_ptr() + plane.offset + piece.start, plane.stride)
+        for plane, piece in zip(planes, pieces, strict=True)
+    ]
