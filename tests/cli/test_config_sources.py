@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from kvferry.cli import config_sources
 from kvferry.cli import main as cli
 from kvferry.cli.config_sources import Loaded, load_config
 from kvferry.cli.config_view import view_config
@@ -264,3 +267,30 @@ def test_the_command_prints_it_and_ends(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     assert 'memory = "8GiB"' in done.stdout
     assert f"# file {file}, key memory" in done.stdout
+
+
+def test_a_python_without_tomllib_reads_files_by_tomli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.10; here tomli, which is the same code under another name, may not be installed."""
+    asked: list[str] = []
+
+    class Tomli(types.ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(vars(config_sources)["tomllib"], name)
+
+    monkeypatch.setitem(sys.modules, "tomli", Tomli("tomli"))
+    monkeypatch.setattr(sys, "version_info", (3, 10, 0, "final", 0))
+    spec = importlib.util.find_spec(config_sources.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    file = tmp_path / "kv.toml"
+    file.write_text('socket = "s"\nmemory = "1MiB"\n')
+    assert module.load_config({}, file, {}).config.memory_bytes == 1 << 20
+    assert "loads" in asked
+    file.write_text("socket =")
+    with pytest.raises(ValueError, match="is no TOML"):
+        module.load_config({}, file, {})
+    assert "TOMLDecodeError" in asked
