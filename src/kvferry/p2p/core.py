@@ -6,9 +6,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -35,19 +35,13 @@ from kvferry.p2p.signal.messages import (
 )
 from kvferry.p2p.signal.session import Session
 from kvferry.p2p.signal.sessions import Sessions
+from kvferry.p2p.streams import Event
 from kvferry.p2p.transfers.incoming import IncomingTable
 from kvferry.p2p.transfers.outgoing import Outgoing, OutgoingTable
 from kvferry.p2p.transfers.records import Claim, InKey
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.001
-
-
-class Event(Protocol):
-    """A CUDA event, as torch has it."""
-
-    def query(self) -> bool:
-        """Whether what was queued before it is done."""
 
 
 class Core:
@@ -123,16 +117,17 @@ class Core:
     def cancel_claim(self, key: InKey) -> None:
         self.incoming.cancel(key, TransferError("cancelled", "the receiver gave it up"), self._now)
 
-    def item_ready(self, number: int, item: int, event: Event | None) -> None:
-        """The source bytes of an item are there, once the event is done."""
-        if event is None:
+    def items_ready(self, number: int, items: Iterable[int]) -> None:
+        """The source bytes of some items are there."""
+        for item in items:
             self.outgoing.item_ready(number, item)
-        else:
-            self.when_done(event, partial(self.outgoing.item_ready, number, item))
 
-    def when_done(self, event: Event, call: Callable[[], None]) -> None:
-        """Call it once the event is done."""
-        self._events.append((event, call))
+    def when_done(self, event: Event | None, call: Callable[[], None]) -> None:
+        """Call it once the event is done; at once where there is none."""
+        if event is None:
+            call()
+        else:
+            self._events.append((event, call))
 
     def released(self, place: Place) -> None:
         """Room that was lent has come back."""
@@ -248,8 +243,8 @@ class Core:
     def too_large(self, offer: Offer) -> TransferError | None:
         if offer.tensor is None or self.store.could_ever(offer):
             return None
-        sizes = ", ".join(f"{region.name} {region.arena.nbytes}" for region in self.store.regions)
-        return TransferError("too_large", f"{sum(offer.item_bytes)} bytes fit nowhere: the receiver has {sizes}")
+        sizes = " and ".join(f"a {region.name} of {region.total_bytes}" for region in self.store.regions)
+        return TransferError("too_large", f"{sum(offer.item_bytes)} bytes; the receiver has {sizes} bytes for them")
 
     def reserve(self, session: Any, offer: Offer) -> Place | None:
         if offer.tensor is None and session.own.device_uuid:

@@ -26,6 +26,7 @@ from kvferry.p2p.memory import BlockMemory, Int64s, Memory, flat_memory, meta_of
 from kvferry.p2p.receive.store import Place
 from kvferry.p2p.signal.messages import MAX_ID_CHARS, Offer
 from kvferry.p2p.signal.sockets import resolved
+from kvferry.p2p.streams import mark
 from kvferry.p2p.transfers.outgoing import Outgoing, OutKey
 
 if TYPE_CHECKING:
@@ -153,8 +154,10 @@ class P2pNcclEngine:
         targets: list[str | int] = [resolved(address) for address in _listed(remote_address)] or list(range(readers))
         sending = Sending(transfer_id, len(targets))
         offer = self._offer(0, transfer_id, item_bytes=(0,) * len(caches.layers), num_blocks=len(ids))
-        numbers = self._send(sending, offer, BlockMemory(caches, ids), targets, ready=not layer_wise)
-        sending.on_layer_ready(partial(self._layer_ready, numbers, caches.device))
+        numbers = self._send(sending, offer, BlockMemory(caches, ids), targets, ready=False)
+        sending.on_layer_ready(lambda layer: self._ready(numbers, caches.device, [layer]))
+        if not layer_wise:
+            self._ready(numbers, caches.device, range(len(caches.layers)))
         return sending
 
     def receive_blocks(
@@ -177,11 +180,12 @@ class P2pNcclEngine:
         addresses = [resolved(address) for address in _listed(remote_address)]
         parts: list[str | None] = [*addresses] or [None] * senders
         receiving = Receiving(transfer_id, len(parts), len(caches.layers))
-        core, until = self._parts.core, self._until(timeout_s)
+        core, until, event = self._parts.core, self._until(timeout_s), mark(caches.device)
         claims = [claim_blocks(receiving, part, memory, until) for part in range(len(parts))]
-        receiving.on_cancel(partial(self._post_all, [partial(core.cancel_claim, claim.key) for claim in claims]))
+        cancels = [partial(core.when_done, event, partial(core.cancel_claim, claim.key)) for claim in claims]
+        receiving.on_cancel(partial(self._post_all, cancels))
         for claim, address in zip(claims, parts, strict=True):
-            self._post(partial(core.claim, claim, address))
+            self._post(partial(core.when_done, event, partial(core.claim, claim, address)))
         return receiving
 
     def reject(self, transfer_id: str, remote_address: str | None = None) -> None:
@@ -262,13 +266,10 @@ class P2pNcclEngine:
         sending.on_cancel(partial(self._post_all, [partial(core.cancel_sending, number) for number in numbers]))
         return numbers
 
-    def _layer_ready(self, numbers: Sequence[int], device: torch.device, layer: int) -> None:
-        event = None
-        if device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
+    def _ready(self, numbers: Sequence[int], device: torch.device, layers: Sequence[int]) -> None:
+        core, event = self._parts.core, mark(device)
         for number in numbers:
-            self._post_quietly(partial(self._parts.core.item_ready, number, layer, event))
+            self._post_quietly(partial(core.when_done, event, partial(core.items_ready, number, layers)))
 
     def _until(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self.config.lease_s if timeout_s is None else timeout_s)
