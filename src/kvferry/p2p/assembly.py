@@ -17,8 +17,10 @@ from kvferry.p2p.carriers.ipc.carrier import IpcCarrier
 from kvferry.p2p.carriers.links import Links
 from kvferry.p2p.config import P2pConfig, new_instance_id
 from kvferry.p2p.core import Core
+from kvferry.p2p.memory_pool import TensorMemoryPool
 from kvferry.p2p.receive.copies import Copies
-from kvferry.p2p.receive.store import RecvStore, Region
+from kvferry.p2p.receive.regions import BufferRegion, PoolRegion, Region
+from kvferry.p2p.receive.store import RecvStore
 from kvferry.p2p.signal.handshake import HOST_CARRIER, IPC_CARRIER, Self
 from kvferry.p2p.signal.loop import Loop
 from kvferry.p2p.signal.messages import About
@@ -134,7 +136,9 @@ def assemble(config: P2pConfig) -> Parts:
         own = Self(new_instance_id(), config.secret, about)
         sessions = Sessions(own, sockets, links, heartbeat_s=config.heartbeat_s, set_up_s=config.connect_timeout_s)
         copies = Copies()
-        core = Core(sessions, RecvStore(_regions(config)), copies, events.post, lease_s=config.lease_s)
+        store = RecvStore(_regions(config))
+        undo.callback(store.close)
+        core = Core(sessions, store, copies, events.post, lease_s=config.lease_s)
         host = core.carriers[HOST_CARRIER] = HostCarrier(links, events)
         ipc = core.carriers[IPC_CARRIER] = IpcCarrier(host, events, sessions.send, events.post)
         undo.callback(ipc.close)
@@ -161,11 +165,15 @@ def _end(events: _Events) -> None:
         carrier.close()
     parts.core.outgoing.close(error)
     parts.core.incoming.close(error)
+    parts.core.store.close()
     parts.sockets.close()
 
 
 def _regions(config: P2pConfig) -> tuple[Region, ...]:
-    return (Region.of("buffer", torch.empty(config.kv_buffer_size, dtype=torch.uint8)),)
+    """The receive buffer, and the pool where there is one."""
+    buffer = BufferRegion(torch.empty(config.kv_buffer_size, dtype=torch.uint8))
+    pool_bytes = int(config.mem_pool_size_gb * (1 << 30))
+    return (buffer, PoolRegion(TensorMemoryPool(pool_bytes))) if pool_bytes else (buffer,)
 
 
 def _host_id() -> str:

@@ -11,31 +11,17 @@ import torch
 
 from kvferry.ipc.shared_memory import tensor_at
 from kvferry.p2p.memory import FlatMemory
-from kvferry.p2p.receive.arena import Arena
+from kvferry.p2p.receive.regions import Region
 from kvferry.p2p.signal.messages import Offer
 from kvferry.p2p.signal.session import Session
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
-    """A stretch of memory of which parts are lent."""
-
-    name: str
-    memory: torch.Tensor
-    arena: Arena
-
-    @classmethod
-    def of(cls, name: str, memory: torch.Tensor) -> Region:
-        return cls(name, memory, Arena(memory.numel()))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Room for one transfer."""
+    """Room for one transfer, all of it in one region."""
 
     session: Session
     region: Region
-    offsets: tuple[int, ...]
     memory: FlatMemory
     nbytes: int
 
@@ -43,7 +29,7 @@ class Place:
 class _Lent:
     """Lives as long as any view of a tensor that was lent, and keeps the memory."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: object) -> None:
         self.memory = memory
 
 
@@ -56,23 +42,21 @@ class RecvStore:
 
     def could_ever(self, offer: Offer) -> bool:
         """Whether any region is large enough for it."""
-        return any(region.arena.could_ever(offer.item_bytes) for region in self.regions)
+        return any(region.could_ever(offer.item_bytes) for region in self.regions)
 
     def reserve(self, session: Session, offer: Offer) -> Place | None:
-        """Room for all its items, in one region."""
+        """Room for all its items, in the first region that has it."""
         for region in self.regions:
-            offsets = region.arena.reserve(offer.item_bytes)
-            if offsets is not None:
-                base = region.memory.data_ptr()
-                items = tuple((base + at, size) for at, size in zip(offsets, offer.item_bytes, strict=True))
+            memory = region.reserve(offer.item_bytes)
+            if memory is not None:
                 nbytes = sum(offer.item_bytes)
                 self._held[session] += nbytes
-                return Place(session, region, offsets, FlatMemory(items, region.memory), nbytes)
+                return Place(session, region, memory, nbytes)
         return None
 
     def release(self, place: Place) -> None:
         """Take room back."""
-        place.region.arena.release(place.offsets)
+        place.region.release(place.memory)
         self._held[place.session] -= place.nbytes
         if not self._held[place.session]:
             del self._held[place.session]
@@ -83,13 +67,18 @@ class RecvStore:
 
     def used_bytes(self) -> dict[str, int]:
         """Bytes that are lent or reserved, by region."""
-        return {region.name: region.arena.nbytes - region.arena.free_bytes for region in self.regions}
+        return {region.name: region.used_bytes for region in self.regions}
+
+    def close(self) -> None:
+        """Lend no more; what is lent stays as it is. Idempotent."""
+        for region in self.regions:
+            region.close()
 
 
 def lend(place: Place, on_released: Callable[[], None]) -> torch.Tensor:
     """The place's only item as flat bytes; `on_released` is called when the last view of them is gone."""
     address, nbytes = place.memory.items[0]
-    lent = _Lent(place.region.memory)
+    lent = _Lent(place.memory.owner)
     weakref.finalize(lent, on_released).atexit = False
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
