@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvferry.errors import TransferError
+from kvferry.ipc import rehome
 from kvferry.p2p import P2pConfig, P2pNcclEngine, Receiving, Sending
 
 BLOCK_SIZE = 16
@@ -17,14 +20,19 @@ HEAD_DIM = 32
 FORMAT = "vllm_flash_attention"
 
 
-def make_caches(num_blocks: int = 64, num_layers: int = 4, heads: int = 2, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Layers of `[2, num_blocks, 16, heads, 32]`, random by the seed."""
+def make_caches(
+    num_blocks: int = 64, num_layers: int = 4, heads: int = 2, seed: int = 0, shared: bool = False
+) -> dict[str, torch.Tensor]:
+    """Layers of `[2, num_blocks, 16, heads, 32]`, random by the seed; `shared`: in memory that others can map."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, num_blocks, BLOCK_SIZE, heads, HEAD_DIM)
-    return {
+    caches = {
         f"layer.{layer}": torch.randint(0, 0x7C00, shape, dtype=torch.int16, generator=generator).view(torch.float16)
         for layer in range(num_layers)
     }
+    if shared:
+        rehome(list(caches.values()))
+    return caches
 
 
 class P2pSide:
@@ -103,6 +111,14 @@ class P2pSide:
         """Threads, and resident bytes."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"threads": threading.active_count(), "rss": pages * 4096}
+
+    def fork(self) -> dict[str, Any]:
+        """A child that only sleeps, with all that this process has open."""
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        return {"pid": pid}
 
     def close(self) -> None:
         self.engine.close()

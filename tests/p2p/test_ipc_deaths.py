@@ -1,0 +1,167 @@
+"""Engines that map each other's KV caches, killed, stopped and restarted with copies on their way."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from p2p.sides import Sides, address_of
+from p2p.test_deaths import BIG, BLOCKS, begin, send_and_check
+from serving.process import Side, eventually
+
+SHARED = {**BIG, "shared": True}
+BACK_S = 10.0  # 0.5 s are promised; this machine may be busy with other things
+
+
+def carriers(side: Side) -> list[str]:
+    return list(side.call("stats")["stats"]["peers"].values())
+
+
+def check_ipc(side: Side) -> None:
+    assert set(carriers(side)) == {"ipc"}
+
+
+@pytest.mark.timeout(180)
+def test_receivers_killed_in_mid_transfer(sides: Sides) -> None:
+    """The sender has its blocks back once the reader's process has ended, and lets go of the reader's memory."""
+    sender = sides.start(caches={**SHARED, "seed": 1})
+    bystander = sides.start(caches={**SHARED, "seed": 2})
+    send_and_check(sender, bystander, "first")
+    mapped, fds = sender.memfd_inodes(), sender.fds()
+    dice = random.Random(5)
+    for turn in range(10):
+        victim = sides.start(caches={**SHARED, "seed": 3})
+        begin(sender, victim, f"t{turn}")
+        time.sleep(dice.random() * 0.02)
+        victim.kill()
+        sender.answer()
+        assert sender.call("wait", what=f"send t{turn}", timeout_s=10)["code"] in ("peer_gone", None)
+        eventually(lambda: sender.memfd_inodes() == mapped, BACK_S)
+        send_and_check(sender, bystander, f"s{turn}")
+    check_ipc(sender)
+    eventually(lambda: sender.fds() == fds)
+    assert sender.call("stats")["stats"]["sending"] == 0
+
+
+@pytest.mark.timeout(180)
+def test_senders_killed_in_mid_transfer(sides: Sides) -> None:
+    """The receiver's claim fails, nothing writes into its blocks any more, and the dead one's memory is let go."""
+    receiver = sides.start(caches={**SHARED, "seed": 1})
+    bystander = sides.start(caches={**SHARED, "seed": 2})
+    send_and_check(bystander, receiver, "first")
+    mapped, fds = receiver.memfd_inodes(), receiver.fds()
+    dice = random.Random(6)
+    for turn in range(10):
+        victim = sides.start(caches={**SHARED, "seed": 3})
+        begin(victim, receiver, f"t{turn}")
+        time.sleep(dice.random() * 0.02)
+        victim.kill()
+        assert receiver.call("wait", what=f"receive t{turn}", timeout_s=10)["code"] in ("peer_gone", None)
+        eventually(lambda: receiver.memfd_inodes() == mapped, BACK_S)
+        digest = receiver.call("digest", blocks=BLOCKS)
+        send_and_check(bystander, receiver, f"s{turn}")
+        assert receiver.call("digest", blocks=BLOCKS) == digest
+    check_ipc(receiver)
+    eventually(lambda: receiver.fds() == fds)
+    stats = receiver.call("stats")["stats"]
+    assert (stats["receiving"], stats["used_bytes"]) == (0, {"buffer": 0})
+
+
+def stopped_reader(sides: Sides, *, lease_s: float, heartbeat_s: float) -> tuple[Side, Side]:
+    """A sender, and a reader that was stopped when all but one layer was still to be read."""
+    sender = sides.start(caches={**SHARED, "seed": 1}, lease_s=lease_s, heartbeat_s=heartbeat_s)
+    reader = sides.start(caches={**SHARED, "seed": 2}, heartbeat_s=20)
+    reader.call("receive", name="t", blocks=BLOCKS, timeout_s=60)
+    sender.call("send", name="t", blocks=BLOCKS, to=address_of(reader), layer_wise=True)
+    sender.call("layer_ready", name="t", layer=0)
+    reader.call("wait_layer", name="t", layer=0)
+    check_ipc(sender)
+    os.kill(reader.pid, signal.SIGSTOP)
+    for layer in (1, 2, 3):
+        sender.call("layer_ready", name="t", layer=layer)
+    return sender, reader
+
+
+def test_a_reader_that_stops_while_its_lease_runs_out(sides: Sides) -> None:
+    """Its blocks are kept and counted, until it says that it has stopped; others are served meanwhile."""
+    sender, reader = stopped_reader(sides, lease_s=2.0, heartbeat_s=30)
+    bystander = sides.start(caches={**SHARED, "seed": 3}, heartbeat_s=30)
+    eventually(lambda: sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 1, 20)
+    send_and_check(sender, bystander, "other")
+    time.sleep(1)
+    assert not sender.call("done", what="send t")["done"]
+    assert sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 1
+    os.kill(reader.pid, signal.SIGCONT)
+    # It may have had all of it in hand when it was stopped, but it does not begin to read after the lease's end.
+    assert sender.call("wait", what="send t", timeout_s=20)["code"] == "expired"
+    assert reader.call("wait", what="receive t", timeout_s=20)["code"] == "expired"
+    assert sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 0
+    send_and_check(sender, reader, "next")
+
+
+def test_a_reader_that_is_silent_until_its_session_ends(sides: Sides) -> None:
+    """The session is over, the process lives: its blocks are kept until it goes on and finds out."""
+    sender, reader = stopped_reader(sides, lease_s=30, heartbeat_s=0.5)
+    eventually(lambda: not sender.call("stats")["stats"]["peers"], 20)
+    time.sleep(1)
+    assert not sender.call("done", what="send t")["done"]
+    os.kill(reader.pid, signal.SIGCONT)
+    assert sender.call("wait", what="send t", timeout_s=20)["code"] == "peer_gone"
+    assert reader.call("wait", what="receive t", timeout_s=20)["code"] == "peer_gone"
+    send_and_check(sender, reader, "next")
+    check_ipc(sender)
+
+
+def test_a_silent_reader_that_is_killed(sides: Sides) -> None:
+    sender, reader = stopped_reader(sides, lease_s=1.0, heartbeat_s=0.5)
+    eventually(lambda: sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 1, 20)
+    assert not sender.call("done", what="send t")["done"]
+    reader.kill()
+    assert sender.call("wait", what="send t", timeout_s=20)["code"] in ("peer_gone", "expired")
+    eventually(lambda: sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 0)
+
+
+def test_restarted_on_the_same_port(sides: Sides) -> None:
+    """N7: the next transfer goes to the new engine's memory."""
+    sender = sides.start(caches={"seed": 1, "shared": True})
+    receiver = sides.start(caches={"seed": 2, "shared": True})
+    address = address_of(receiver)
+    for turn in range(3):
+        send_and_check(sender, receiver, f"before {turn}")
+        receiver.kill()
+        receiver = sides.start(caches={"seed": 3 + turn, "shared": True}, address=address)
+        send_and_check(sender, receiver, f"after {turn}")
+        check_ipc(sender)
+
+
+def test_an_engine_that_ends_while_it_is_read(sides: Sides) -> None:
+    """It says so, and the reader stops; both go on living."""
+    sender = sides.start(caches={**SHARED, "seed": 1})
+    reader = sides.start(caches={**SHARED, "seed": 2})
+    own = reader.memfd_inodes()
+    begin(sender, reader, "t")
+    sender.answer()
+    sender.call("close")
+    assert reader.call("wait", what="receive t", timeout_s=20)["code"] in ("closed", "peer_gone", None)
+    assert sender.call("wait", what="send t", timeout_s=20)["code"] in ("closed", None)
+    eventually(lambda: reader.memfd_inodes() == own, BACK_S)
+
+
+def test_a_forked_child_keeps_nothing_alive(sides: Sides) -> None:
+    """The child has all sockets of its parent open; the parent's death is noticed all the same."""
+    sender = sides.start(caches={"seed": 1, "shared": True})
+    receiver = sides.start(caches={"seed": 2, "shared": True})
+    own = receiver.memfd_inodes()
+    send_and_check(sender, receiver, "first")
+    assert receiver.memfd_inodes() != own
+    child = sender.call("fork")["pid"]
+    try:
+        sender.kill()
+        eventually(lambda: receiver.memfd_inodes() == own, BACK_S)
+        assert not receiver.call("stats")["stats"]["peers"]
+    finally:
+        os.kill(child, signal.SIGKILL)
