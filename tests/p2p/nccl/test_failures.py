@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -215,6 +216,26 @@ def test_a_device_that_is_lost_ends_the_communicator_as_stuck(two: Ranks) -> Non
     two.driver.fake.failures["cuStreamQuery"] = [700]
     with pytest.raises(NcclStuckError, match=r"cuEventQuery failed.*ending it failed: cuStreamQuery failed"):
         sender.exchange(sends=[source.range], timeout_s=30).result(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_ended_by_a_fault_of_ours(
+    nccl_so: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ranks(nccl_so) as made:
+        sender, _ = made.pair()
+        source = Memory(0, MIB)
+        sent = sender.exchange(sends=[source.range], timeout_s=60)
+        eventually(lambda: len(sender._lane._running) == 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(type(sender), "step", lambda *_, **__: 1 / 0)
+            with pytest.raises(NcclStuckError, match="the thread that makes its calls ended"):
+                sent.result(WAIT_S)
+            eventually(lambda: not made.launchers[0]._thread.is_alive())
+        with pytest.raises(NcclError, match="is closed"):
+            sender.exchange(sends=[source.range], timeout_s=60)
+        assert made.launchers[0].num_stuck == 1
+        made.double.library.ncclCommAbort(ctypes.c_void_p(sender._handle))
 
 
 def test_no_descriptor_and_no_thread_is_left_by_failures(two: Ranks) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvferry.cuda.device import device_uuid
@@ -193,11 +194,22 @@ def test_what_is_no_exchange_is_refused_at_once(two: Ranks) -> None:
     for sends in ([], [(0, 5)], [(4096, 0)], [(4096, -1)]):
         with pytest.raises(ValueError, match="at least one"):
             sender.exchange(sends=sends, timeout_s=1)
+    with pytest.raises(ValueError, match="at least one"):
+        sender.exchange(sends=[(1 << 64, 5)], timeout_s=1)
     with pytest.raises(ValueError, match="rank is 0 or 1"):
         two.begin(2, two.unique_id(), at=0, peer=1)
     with pytest.raises(ValueError, match="128 bytes"):
         two.begin(0, b"short", at=0, peer=1)
     check_moves(sender, receiver)
+
+
+def test_numbers_of_numpy_are_taken(two: Ranks) -> None:
+    sender, receiver = two.pair()
+    source, target = Memory(0, 1000, random=True), Memory(1, 1000)
+    sent = sender.exchange(sends=np.array([source.range]), timeout_s=10)  # type: ignore[arg-type]
+    receiver.exchange(receives=[(np.int64(target.address), np.int64(1000))], timeout_s=10).result(WAIT_S)
+    sent.result(WAIT_S)
+    assert target.read() == source.read()
 
 
 def test_closing_does_what_it_has_first(two: Ranks) -> None:
@@ -229,6 +241,8 @@ def test_a_launcher_closes_what_is_open_and_takes_nothing_after(nccl_so: Path) -
             made.begin(0, made.unique_id(), at=0, peer=1)
         with pytest.raises(NcclError, match="is closed"):
             sender.exchange(sends=[(4096, 1)], timeout_s=1)
+        assert sender.close().result(0) is None
+        assert sender.abort("too late").result(0) is None
         made.launchers[1].close()
         assert made.double.num_communicators == 0
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-nccl")]

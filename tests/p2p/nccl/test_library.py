@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ctypes.util
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,21 @@ def test_groups_are_balanced(library: NCCLLibrary) -> None:
         library.ncclGroupEnd()
     library.ncclGroupStart()
     library.ncclGroupEnd()
+
+
+def test_two_ranks_join_by_the_call_that_blocks(library: NCCLLibrary) -> None:
+    unique_id, comms = library.ncclGetUniqueId(), []
+    threads = [
+        threading.Thread(target=lambda rank=rank: comms.append(library.ncclCommInitRank(2, unique_id, rank)))
+        for rank in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(set(comms)) == 2
+    for comm in comms:
+        assert library.ncclCommGetAsyncError(comm)
+        library.ncclCommAbort(comm)
+        with pytest.raises(NcclCallError, match="the communicator was freed"):
+            library.ncclCommAbort(comm)

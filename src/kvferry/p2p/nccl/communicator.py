@@ -17,7 +17,9 @@ from kvferry.p2p.nccl.lane import Exchange, Lane, Range
 from kvferry.p2p.nccl.library import NCCLLibrary
 from kvferry.p2p.nccl.preflight import shm_note
 
-Post = Callable[[Callable[[], object]], None]
+_ADDRESSES = 1 << 63  # more than a device has
+
+Post = Callable[[Callable[[], object]], bool]
 
 
 class State(enum.Enum):
@@ -77,13 +79,11 @@ class Communicator:
         well the received bytes are there and the sent ones may be overwritten. When it failed the GPU has ended with
         the memory too, unless the error is NcclStuckError. What ran on the memory before has to be done already.
         """
-        ranges = (*sends, *receives)
-        if not ranges or any(address <= 0 or nbytes <= 0 for address, nbytes in ranges):
-            raise ValueError(
-                f"an exchange has at least one range, each of at least one byte at an address, got {ranges}"
-            )
         exchange = Exchange(sends, receives, time.monotonic() + timeout_s)
-        self._post(partial(self._accept, exchange))
+        ranges = (*exchange.sends, *exchange.receives)
+        if not ranges or any(not 0 < address < _ADDRESSES or nbytes <= 0 for address, nbytes in ranges):
+            raise ValueError(f"an exchange has at least one range, each of at least one byte at an address: {ranges}")
+        self._give(partial(self._accept, exchange))
         return exchange.future
 
     def register(self, address: int, nbytes: int) -> Future[int]:
@@ -91,6 +91,7 @@ class Communicator:
 
         It is worth it for memory of `NCCLLibrary.ncclMemAlloc`, and only if both sides do. Ends with the communicator.
         """
+        address, nbytes = int(address), int(nbytes)
         return self._chore(lambda: self._library.ncclCommRegister(self._handle, address, nbytes))
 
     def unregister(self, handle: int) -> Future[None]:
@@ -120,6 +121,11 @@ class Communicator:
         except (NcclError, CudaError) as error:
             self._fail(error)
             return True
+
+    def lose(self) -> None:
+        """Fail everything, as the launcher's thread is about to end without having ended this one."""
+        if self._state is not State.ENDED:
+            self._finish(NcclStuckError(f"{self.name}: the thread that makes its calls ended"))
 
     def _step_connecting(self, now: float) -> bool:
         if not self._handle:
@@ -178,8 +184,12 @@ class Communicator:
     def _chore(self, call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_running_or_notify_cancel()
-        self._post(partial(self._accept_chore, future, call))
+        self._give(partial(self._accept_chore, future, call))
         return future
+
+    def _give(self, task: Callable[[], None]) -> None:
+        if not self._post(task):
+            raise NcclError(f"{self.name}: its launcher is closed")
 
     def _accept_chore(self, future: Future[Any], call: Callable[[], Any]) -> None:
         if self._state in (State.CONNECTING, State.READY):

@@ -18,8 +18,9 @@ class Exchange:
     """What goes to the peer and what comes from it in one launch; `future` ends when all of it has."""
 
     def __init__(self, sends: Sequence[Range], receives: Sequence[Range], deadline: float) -> None:
-        self.sends = tuple(sends)
-        self.receives = tuple(receives)
+        # Plain ints: ctypes takes no others, and would refuse them in the launcher's thread only.
+        self.sends = tuple((int(address), int(nbytes)) for address, nbytes in sends)
+        self.receives = tuple((int(address), int(nbytes)) for address, nbytes in receives)
         self.deadline = deadline
         self.event: Event | None = None  # recorded once the launch is carried out
         self.future: Future[None] = Future()
@@ -74,8 +75,9 @@ class Lane:
         launched = self._library.ncclCommGetAsyncError(comm)  # also while exchanges run: a network may report a loss
         changed = self._retire()
         if self._launching is not None and launched:
-            self._mark(self._launching)
-            self._launching, changed = None, True
+            exchange, self._launching = self._launching, None
+            self._mark(exchange)
+            changed = True
         if self._launching is None and self._waiting and len(self._running) < depth:
             self._launch(comm, self._waiting.popleft())
             changed = True
@@ -138,10 +140,9 @@ class Lane:
 
     def _mark(self, exchange: Exchange) -> None:
         """Only now, when the launch is really in the stream, does an event mark its end."""
-        event = self._spare.pop() if self._spare else Event(self._stream.device)
-        exchange.event = event
         self._running.append(exchange)
-        event.record(self._stream.handle)
+        exchange.event = self._spare.pop() if self._spare else Event(self._stream.device)
+        exchange.event.record(self._stream.handle)
 
     def _retire(self) -> bool:
         changed = False

@@ -23,7 +23,10 @@ from kvferry.p2p.nccl.settings import NcclSettings, check_environment, launches_
 _logger = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
-_SHORTEST_S, _LONGEST_S = 20e-6, 500e-6
+# How NCCL and the GPU are asked whether they are done: without a pause at first, as a launch takes some 50 us, then
+# ever less often, such that what took a while is noticed an eighth of that late.
+_SPIN_S = 200e-6
+_LATE, _LONGEST_S = 1 / 8, 500e-6
 _FIRST_BYTES = 256  # of the exchange that each side makes first, out and in
 
 
@@ -42,6 +45,8 @@ class NcclLauncher:
 
     def __init__(self, library: NCCLLibrary, device: int, settings: NcclSettings | None = None) -> None:
         check_environment()
+        if library.is_rccl:
+            _logger.warning("%r has the functions that are needed, and was never tried", library)
         self.library = library
         self.device = device
         self.settings = settings or NcclSettings()
@@ -52,7 +57,7 @@ class NcclLauncher:
         self._members: list[Communicator] = []
         self._stuck = 0
         self._stopping = False
-        self._quiet_s = _SHORTEST_S
+        self._changed_at = 0.0  # when something last went on
         self._memory = self._make_memory()
         self._thread = threading.Thread(target=self._run, name=f"kvferry-nccl-{device}", daemon=True)
         self._thread.start()
@@ -75,7 +80,7 @@ class NcclLauncher:
         given = self.library.unique_id_from_bytes(unique_id)
         check_devices(self._uuid, peer_device_uuid)
         check_memory(self.device, self.settings.bytes_per_peer)
-        with bound(self.device):
+        with beside_captures(self.device):
             lane = Lane(self.library, self.device, rank)
         config = ncclConfig.non_blocking(self.settings.max_ctas)
         comm = Communicator(
@@ -112,7 +117,7 @@ class NcclLauncher:
             members = list(self._members)
             self._tasks.extend(member.close for member in members)
             self._changed.notify_all()
-        longest = 3 * self.settings.end_timeout_s
+        longest = 4 * self.settings.end_timeout_s  # its three steps, and some time to notice
         self._thread.join(timeout=longest)
         if self._thread.is_alive():
             _logger.error("the NCCL thread of device %d did not end within %.0f s", self.device, longest)
@@ -133,7 +138,7 @@ class NcclLauncher:
         return f"<NcclLauncher on device {self.device}, {self.num_communicators} communicators, {self.num_stuck} stuck>"
 
     def _make_memory(self) -> int:
-        with bound(self.device) as drv, Stream(self.device) as stream:
+        with beside_captures(self.device), bound(self.device) as drv, Stream(self.device) as stream:
             memory = drv.mem_alloc(2 * _FIRST_BYTES)
             stream.memset_async(memory, 0, 2 * _FIRST_BYTES)
             stream.synchronize()
@@ -171,24 +176,40 @@ class NcclLauncher:
         """One that ended stays among the members for a moment more."""
         return sum(member.state is not State.ENDED for member in self._members)
 
-    def _post(self, task: Callable[[], object]) -> None:
+    def _post(self, task: Callable[[], object]) -> bool:
+        """Leave a task to the thread; False where it takes none any more, and every communicator has ended."""
         with self._changed:
             if self._stopping and not self._members:
-                raise NcclError(f"the NCCL launcher of device {self.device} is closed")
+                return False
             self._tasks.append(task)
             self._changed.notify_all()
+        return True
 
     def _run(self) -> None:
-        with beside_captures(self.device):
-            while True:
-                with self._changed:
-                    tasks, members = list(self._tasks), list(self._members)
-                    self._tasks.clear()
-                    if self._stopping and not tasks and not members:
-                        return
-                for task in tasks:
-                    task()
-                self._rest(self._turn(members) or bool(tasks))
+        try:
+            with beside_captures(self.device):
+                self._loop()
+        finally:  # members are left only where this ends as it should not
+            with self._changed:
+                self._stopping = True
+                lost, self._members = self._members, []
+                tasks, self._tasks = self._tasks, deque()
+                self._stuck += len(lost)
+            for member in lost:
+                member.lose()
+            for task in tasks:
+                task()
+
+    def _loop(self) -> None:
+        while True:
+            with self._changed:
+                tasks, members = list(self._tasks), list(self._members)
+                self._tasks.clear()
+                if self._stopping and not tasks and not members:
+                    return
+            for task in tasks:
+                task()
+            self._rest(self._turn(members) or bool(tasks))
 
     def _turn(self, members: list[Communicator]) -> bool:
         """One step of every communicator; whether anything changed."""
@@ -212,9 +233,12 @@ class NcclLauncher:
             self._stuck += stuck
 
     def _rest(self, changed: bool) -> None:
-        """Wait for a task; not for long while there is something to poll, and longer the longer nothing changes."""
+        """Wait for a task; not for long while there is something to poll."""
+        now = time.monotonic()
+        if changed:
+            self._changed_at = now
+        quiet_s = now - self._changed_at
         with self._changed:
             polling = any(member.busy for member in self._members)
-            self._quiet_s = _SHORTEST_S if changed else min(2 * self._quiet_s, _LONGEST_S)
-            if not self._tasks and not changed:
-                self._changed.wait(self._quiet_s if polling else _IDLE_S)
+            if not self._tasks and (not polling or quiet_s > _SPIN_S):
+                self._changed.wait(min(_LATE * quiet_s, _LONGEST_S) if polling else _IDLE_S)
