@@ -108,7 +108,7 @@ class EngineChild:
         self._num_weights = 0 if cpu else self._llm.apply_model(scale_weights)[0]
         self._scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
         self._sides = self._scheduler.connector._scheduler, get_kv_transfer_group()._worker
-        self._lookup_s = self._load_s = self._copy_s = self._told_server_s = 0.0
+        self._asked_s = self._lookup_s = self._load_s = self._copy_s = self._told_server_s = 0.0
         self._store_as: array.array[int] | None = None
         self._watch()
 
@@ -128,7 +128,7 @@ class EngineChild:
 
     def generate(self, seed: int, length: int, tokens: int, cache_salt: str | None = None) -> dict[str, Any]:
         """Greedy tokens; times of this request alone."""
-        self._lookup_s = self._load_s = self._copy_s = 0.0
+        self._asked_s = self._lookup_s = self._load_s = self._copy_s = 0.0
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         prompt: dict[str, Any] = {"prompt_token_ids": self._prompt(seed, length)}
         if cache_salt is not None:
@@ -197,9 +197,10 @@ class EngineChild:
         take_received = worker.take_received
 
         def timed_matched(*args: Any) -> Any:
-            started = time.perf_counter()
+            self._asked_s = self._asked_s or time.perf_counter()
             found = matched(*args)
-            self._lookup_s += time.perf_counter() - started
+            if found[0] is not None and not self._lookup_s:  # None: vLLM is to ask again
+                self._lookup_s = time.perf_counter() - self._asked_s
             return found
 
         def loads(plan: Any) -> None:

@@ -10,8 +10,8 @@ Weights are random, of unit scale, and equal in both engines, so that tokens dep
 another prompt under the right key, must give other tokens. Tokens are compared like with like: a first engine over its
 own prefix cache computes what a second computes over loaded KV.
 
-`lookup` is all that the connector does to answer vLLM's question for a request, hashing included; `load` is from
-telling the server until vLLM knows that the KV is there, of which `copy` is until the server's answer came.
+`lookup` is from vLLM's question for a request to the connector's answer, hashing included; `load` is from telling the
+server until vLLM knows that the KV is there, of which `copy` is until the server's answer came.
 """
 
 from __future__ import annotations
