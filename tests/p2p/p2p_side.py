@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -11,6 +12,9 @@ from typing import Any
 
 import torch
 
+from doubles import copy_kernel, fake_cuda
+from kvferry.cuda.device import bound
+from kvferry.cuda.memory import tensor_from_pointer
 from kvferry.errors import TransferError
 from kvferry.ipc import rehome
 from kvferry.p2p import P2pConfig, P2pNcclEngine, Receiving, Sending
@@ -35,16 +39,43 @@ def make_caches(
     return caches
 
 
-class P2pSide:
-    """One engine."""
+def on_fake_gpu(caches: dict[str, torch.Tensor], device: int) -> dict[str, torch.Tensor]:
+    """The same caches in memory of a GPU of the driver's double."""
+    moved = {}
+    for name, cache in caches.items():
+        nbytes = cache.numel() * cache.element_size()
+        with bound(device) as drv:
+            flat = tensor_from_pointer(drv.mem_alloc(nbytes), nbytes, device=device, owner=None)
+        moved[name] = flat.view(cache.dtype).view(cache.shape)
+        moved[name].copy_(cache)
+    return moved
 
-    def __init__(self, caches: dict[str, int] | None = None, **config: Any) -> None:
+
+class P2pSide:
+    """One engine. `fake_gpu` has its caches on that one of two GPUs of the driver's double, `gpu` on a real one."""
+
+    def __init__(
+        self,
+        caches: dict[str, Any] | None = None,
+        fake_gpu: int | None = None,
+        gpu: int | None = None,
+        **config: Any,
+    ) -> None:
+        self.driver: fake_cuda.FakeDriver | None = None
+        self._ends = contextlib.ExitStack()
+        if fake_gpu is not None:
+            self.driver = self._ends.enter_context(fake_cuda.installed((0, 1)))
+            copy_kernel.install(self.driver)
         self.engine = P2pNcclEngine(P2pConfig(**{"kv_buffer_size": 16 << 20, "heartbeat_s": 1.0, **config}))
         self.caches: dict[str, torch.Tensor] = {}
         self.transfers: dict[str, Sending | Receiving] = {}
         self.kept: list[torch.Tensor] = []
         if caches is not None:
             self.caches = make_caches(**caches)
+            if fake_gpu is not None:
+                self.caches = on_fake_gpu(self.caches, fake_gpu)
+            elif gpu is not None:
+                self.caches = {name: cache.to(f"cuda:{gpu}") for name, cache in self.caches.items()}
             self.engine.register_kv_caches(self.caches, format=FORMAT)
 
     def address(self) -> dict[str, Any]:
@@ -54,7 +85,7 @@ class P2pSide:
         """What lies in these blocks, over all layers."""
         found = hashlib.sha256()
         for cache in self.caches.values():
-            found.update(cache[:, blocks].contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(cache[:, blocks].contiguous().view(torch.uint8).cpu().numpy().tobytes())
         return {"digest": found.hexdigest()}
 
     def send(self, name: str, blocks: list[int], to: Any = None, **options: Any) -> None:
@@ -81,6 +112,21 @@ class P2pSide:
         except TransferError as error:
             return {"code": error.code}
         return {"code": None}
+
+    def write_late(self, blocks: list[int], value: float) -> None:
+        """Have the GPU write these blocks, some tenths of a second from now."""
+        torch.cuda._sleep(400_000_000)
+        for cache in self.caches.values():
+            cache[:, blocks] = value
+
+    def values(self, blocks: list[int]) -> dict[str, Any]:
+        """All different values that these blocks hold."""
+        found = [cache[:, blocks].unique().cpu().tolist() for cache in self.caches.values()]
+        return {"values": sorted({value for values in found for value in values})}
+
+    def problem(self, what: str) -> dict[str, Any]:
+        """What the error of a transfer that has ended says."""
+        return {"problem": str(self.transfers[what].error)}
 
     def done(self, what: str) -> dict[str, Any]:
         return {"done": self.transfers[what].done()}
@@ -112,6 +158,11 @@ class P2pSide:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"threads": threading.active_count(), "rss": pages * 4096}
 
+    def driver_calls(self) -> dict[str, Any]:
+        """How often functions of the driver's double were called."""
+        assert self.driver is not None
+        return {"calls": dict(self.driver.fake.calls)}
+
     def fork(self) -> dict[str, Any]:
         """A child that only sleeps, with all that this process has open."""
         pid = os.fork()
@@ -122,3 +173,4 @@ class P2pSide:
 
     def close(self) -> None:
         self.engine.close()
+        self._ends.close()

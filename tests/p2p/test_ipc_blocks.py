@@ -14,7 +14,6 @@ import torch
 
 from kvferry.errors import LayoutError, TransferError
 from kvferry.p2p import P2pNcclEngine
-from kvferry.p2p.carriers.ipc import peer
 from p2p.conftest import Make
 from p2p.p2p_side import make_caches
 from serving.process import eventually
@@ -169,7 +168,7 @@ def _with(engine: P2pNcclEngine, about: Any) -> Any:
 
 def test_memory_that_one_side_cannot_map(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     p, source, d, target = pair
-    monkeypatch.setattr(peer.os, "geteuid", lambda: 4242)
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
     send(p, d)
     assert equal(source, target)
     (why,) = p.stats()["fallbacks"].values()
