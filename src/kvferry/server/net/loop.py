@@ -16,6 +16,7 @@ from kvferry.server.watch.pulse import Pulse
 READ = selectors.EVENT_READ
 WRITE = selectors.EVENT_WRITE
 _MAX_WAIT_S = 1.0
+_TURN_S = 0.005  # for what was posted, until the sockets have their turn
 
 _T = TypeVar("_T")
 Callback = Callable[[int], None]
@@ -101,5 +102,9 @@ class Loop(Generic[_T]):
 
     def _on_wake(self, _events: int) -> None:
         os.eventfd_read(self._wake_fd)
+        turn_ends_at = time.monotonic() + _TURN_S
         while self._inbox:
             self._on_item(self._inbox.popleft())
+            if self._inbox and time.monotonic() > turn_ends_at:
+                os.eventfd_write(self._wake_fd, 1)  # the rest in the next round, after the sockets
+                return
