@@ -23,7 +23,9 @@ def make() -> Iterator[Make]:
     with ExitStack() as ended:
 
         def made(caches: Any = None, **config: Any) -> P2pNcclEngine:
-            engine = P2pNcclEngine(P2pConfig(**{"kv_buffer_size": 16 << 20, "heartbeat_s": 5.0, **config}))
+            engine = P2pNcclEngine(
+                P2pConfig(**{"kv_buffer_size": 16 << 20, "heartbeat_s": 5.0, "connect_timeout_s": 20.0, **config})
+            )
             ended.callback(engine.close)
             if caches is not None:
                 engine.register_kv_caches(caches if caches is not True else make_caches(), format=FORMAT)

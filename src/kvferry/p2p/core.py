@@ -178,7 +178,6 @@ class Core:
 
     def tick(self, now: float) -> float:
         """Time-outs, and what was waited for; returns when to come again."""
-        self.sessions.now = now
         waiting = []
         for event, call in self._events:
             if event.query():
@@ -277,9 +276,7 @@ class Core:
 
     @property
     def _now(self) -> float:
-        """The time of this round, which sessions have, too."""
-        self.sessions.now = time.monotonic()
-        return self.sessions.now
+        return time.monotonic()
 
     def _sent(self, number: int, error: TransferError | None, done: Callable[[TransferError | None], None]) -> None:
         self._sources.pop(number, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import time
 from collections import Counter
 from functools import partial
 
@@ -38,7 +39,7 @@ _MESSAGES_A_TURN = 64
 
 
 class Sessions:
-    """For the loop's thread. `now` is the time of the current round."""
+    """For the loop's thread."""
 
     def __init__(self, own: Self, sockets: Sockets, links: Links, *, heartbeat_s: float, set_up_s: float) -> None:
         self.own = own
@@ -49,10 +50,13 @@ class Sessions:
         self._by_identity: dict[bytes, Session] = {}
         self._by_address: dict[str, Session] = {}
         self.counters: Counter[str] = Counter()
-        self.now = 0.0
         self.mapper: Mapper | None = None
         self._listener: Listener | None = None
         self._loop: Loop | None = None
+
+    @property
+    def now(self) -> float:
+        return time.monotonic()
 
     def begin(self, loop: Loop, listener: Listener) -> None:
         """Before the loop starts."""
