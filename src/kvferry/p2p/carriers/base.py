@@ -47,7 +47,7 @@ class Carrier(Protocol):
         """Let what the peer sends of a transfer land there."""
 
     def ready(self, session: Session, message: Ready) -> None:
-        """The peer says that the source bytes of an item are there."""
+        """The peer says that the source bytes of some items are there."""
 
     def stop_landing(self, session: Session, number: int) -> None:
         """Write no more; answered by `landing_stopped`, once."""

@@ -164,10 +164,10 @@ class Accept(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The source bytes of one item are there, for carriers that want to be told."""
+    """The source bytes of some items are there, for carriers that want to be told."""
 
     number: Number
-    item: Count
+    items: Annotated[tuple[Count, ...], Meta(max_length=4096)]
 
 
 class Landed(Message, frozen=True, kw_only=True):

@@ -62,6 +62,7 @@ class IpcCarrier:
         self._reader = Reader(events)
         self._doors = Doors(self)
         self._reading: dict[int, _Reading] = {}
+        self._ready: dict[int, list[int]] = {}  # what is about to be told, for many layers at once
         self._read_out: set[Session] = set()  # those that have ended, and over which this engine reads no more
         self._lock = threading.Lock()  # guards the two flags
         self._started = False
@@ -135,7 +136,10 @@ class IpcCarrier:
             return
         if self._doors.reads(session):
             self._reading.setdefault(number, _Reading(session))
-        self._tell(session, Ready(number=number, item=item))
+        if number not in self._ready:
+            self._ready[number] = []
+            self._post(partial(self._tell_ready, session, number))
+        self._ready[number].append(item)
 
     def stop_source(self, session: Session, number: int) -> None:
         """Answered when the peer has stopped."""
@@ -171,13 +175,13 @@ class IpcCarrier:
             lambda items: caches.pairs(session, items, destination, from_ids),
             same_gpu=caches.same_gpu,
             until=time.monotonic() + offer.lease_s,
-            to_land=len(offer.item_bytes),
+            to_come=set(range(len(offer.item_bytes))),
         )
         self._reader.add(job)
 
     def ready(self, session: Session, message: Ready) -> None:
-        """Read it, after what became ready before."""
-        self._reader.ready(session, message.number, message.item)
+        """Read them, after what became ready before."""
+        self._reader.ready(session, message.number, message.items)
 
     def stop_landing(self, session: Session, number: int) -> None:
         """Answered when no copy of it is under way."""
@@ -224,6 +228,9 @@ class IpcCarrier:
     def _on_peer_reads_no_more(self, session: Session) -> None:
         for number in [number for number, reading in self._reading.items() if reading.session == session]:
             self._stopped(number)
+
+    def _tell_ready(self, session: Session, number: int) -> None:
+        self._tell(session, Ready(number=number, items=tuple(self._ready.pop(number))))
 
     def _stopped(self, number: int) -> None:
         reading = self._reading.pop(number)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.copy.pair_copiers import IsDone, PairCopier
@@ -27,8 +27,7 @@ Call = Callable[[], None]
 class Job:
     """One transfer that is read. `pairs` gives the copy of some of its items; after `until` nothing more is started.
 
-    `waiting` are items whose source is ready; `copying` those of the copy that is being started, `left` what is still
-    to start of it; `to_land` items have not landed yet.
+    Items go from `to_come` to `waiting`, once their source is ready, to `copying`, of which `left` is still to start.
     """
 
     session: Session
@@ -36,7 +35,7 @@ class Job:
     pairs: Callable[[list[int]], BlockPairs]
     same_gpu: bool
     until: float
-    to_land: int
+    to_come: set[int]
     waiting: list[int] = field(default_factory=list)
     copying: list[int] = field(default_factory=list)
     left: BlockPairs | None = None
@@ -79,9 +78,9 @@ class Reader:
         """A transfer, whose items become ready later."""
         self._queue(lambda: self._jobs.__setitem__((job.session, job.number), job))
 
-    def ready(self, session: Session, number: int, item: int) -> None:
-        """Copy an item; nothing happens where the transfer was stopped."""
-        self._queue(lambda: self._ready(session, number, item))
+    def ready(self, session: Session, number: int, items: Sequence[int]) -> None:
+        """Copy these items; nothing happens where the transfer was stopped."""
+        self._queue(lambda: self._ready(session, number, items))
 
     def stop(self, session: Session, number: int, then: Call) -> None:
         """Start nothing more of a transfer; call `then`, in any case, once nothing of it is under way."""
@@ -135,11 +134,12 @@ class Reader:
                 self._end_steps()
             before.close()
 
-    def _ready(self, session: Session, number: int, item: int) -> None:
+    def _ready(self, session: Session, number: int, items: Sequence[int]) -> None:
         job = self._jobs.get((session, number))
         if job is not None:
-            job.waiting.append(item)
-            if job not in self._turns:
+            job.waiting.extend(item for item in items if item in job.to_come)
+            job.to_come.difference_update(items)
+            if job.waiting and job not in self._turns:
                 self._turns.append(job)
 
     def _stop(self, session: Session, number: int | None, then: Call) -> None:
@@ -204,8 +204,7 @@ class Reader:
     def _landed(self, job: Job, items: list[int]) -> None:
         for item in items:
             self._events.item_landed(job.session, job.number, item)
-        job.to_land -= len(items)
-        if not job.to_land:
+        if not (job.to_come or job.waiting or job.left):
             self._jobs.pop((job.session, job.number), None)
 
     def _failed(self, job: Job, error: Exception) -> None:
