@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import resource
 import threading
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.config import ServerConfig
 from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.server.assembly import Parts, assemble
+from kvferry.server.garbage import Garbage
 from kvferry.server.net.loop import Loop
 from kvferry.server.net.patience import Patience
 from kvferry.server.net.rounds import TICK_S
@@ -123,21 +123,20 @@ class CacheServer:
     def serve_forever(self) -> None:
         """Start, and serve until `stop` is called in another thread or a signal handler raises.
 
-        For a process that does nothing else: what is alive by now is taken out of garbage collection, and as many files
-        may be open as the system allows (a session has two, and descriptors come in batches).
+        For a process that does nothing else: what lives long is taken out of garbage collection, and as many files may
+        be open as the system allows (a session has two, and descriptors come in batches).
 
         Raises KVFerryError where the server had to end because a device, or its own loop, failed for good.
         """
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        gc.collect()
-        gc.freeze()  # what is imported by now stays; without this a collection walks all of it, for 0.1 s and more
-        try:
-            self.start()
-            while not self._stopped.wait(1.0):
-                pass
-        finally:
-            self.stop()
+        with Garbage():
+            try:
+                self.start()
+                while not self._stopped.wait(1.0):
+                    pass
+            finally:
+                self.stop()
 
     def __enter__(self) -> Self:
         self.start()

@@ -92,6 +92,7 @@ class Connection:
             self._socket.close()
             self._reader.close()
             self._queue.clear()
+            self._on_frame, self._on_end = _nobody_hears, _nobody_hears  # who holds us: so nothing holds the other
 
     def _on_ready(self, events: int) -> None:
         if events & WRITE:
@@ -189,3 +190,7 @@ class Connection:
         self._queued_bytes = 0
         self._watch()
         self._on_end(text, True)
+
+
+def _nobody_hears(*_: object) -> None:
+    """What is said of a connection that is closed."""
