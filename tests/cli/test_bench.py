@@ -42,6 +42,31 @@ def test_bench_store() -> None:
     assert results["lookup_16384"]["value"] < 50
 
 
+@pytest.mark.parametrize("carrier", ["ipc", "host"])
+def test_bench_p2p(carrier: str) -> None:
+    sizes = ("--size", "2MiB", "--size", "4MiB", "--block", "64KiB")
+    results = run_bench("p2p", "--carrier", carrier, *sizes, "--repeats", "1")
+    name = f"p2p_{carrier}"
+    assert set(results) == {
+        name,
+        f"{name}_latency",
+        f"{name}_last_layer",
+        f"{name}_4_mib_64_kib_neighbours",
+        f"{name}_2_mib_64_kib_shuffled",
+        f"{name}_2_mib_64_kib_neighbours",
+    }
+    assert next(iter(results)) == name
+    assert results[name]["unit"] == "GB/s"
+
+
+def test_a_carrier_that_cannot_be_measured_is_refused() -> None:
+    command = [sys.executable, "-m", "kvferry", "bench", "p2p", "--carrier", "pigeon"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert "pigeon" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_size_too_small_for_a_chunk_is_refused() -> None:
     command = [sys.executable, "-m", "kvferry", "bench", "store", "--device", "cpu", "--size", "1MiB"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -173,6 +173,34 @@ def bench_store(
         _report("store", config.device, run_bench_store(config), as_json=as_json)
 
 
+@bench.command("p2p")
+def bench_p2p(
+    carrier: Annotated[
+        str, typer.Option(help="What moves the bytes: ipc, or host (sockets, host memory only).")
+    ] = "ipc",
+    device: DeviceOption = Device.auto,
+    size: Annotated[list[str], typer.Option(help="KV to send, e.g. 512MiB; may be given again.")] = [],  # noqa: B006  typer copies it
+    block: Annotated[
+        list[str], typer.Option(help="Bytes of a block side by side, e.g. 64KiB; may be given again.")
+    ] = [],  # noqa: B006
+    repeats: Annotated[int, typer.Option(min=1, help="Times that each figure is measured.")] = 9,
+    as_json: JsonOption = False,
+) -> None:
+    """Paged KV from one engine's blocks into another's, beside the raw carrier."""
+    from kvferry.cli.bench_p2p import P2pBenchConfig, run_bench_p2p
+    from kvferry.cli.machine import resolve_device
+
+    config = P2pBenchConfig.for_device("cpu" if carrier == "host" else resolve_device(device.value), carrier)
+    config = dataclasses.replace(
+        config,
+        sizes_bytes=tuple(sorted(parse_bytes(text) for text in size)) or config.sizes_bytes,
+        piece_bytes=tuple(sorted(parse_bytes(text) for text in block)) or config.piece_bytes,
+        repeats=repeats,
+    )
+    with _ended_by_sigterm():
+        _report("p2p", config.device, run_bench_p2p(config), as_json=as_json)
+
+
 @bench.command("server")
 def bench_server(
     seconds: Annotated[float, typer.Option(help="Load over which memory is watched; 3600 is an hour.")] = 60.0,
