@@ -166,8 +166,7 @@ class Stage:
 
     def close(self) -> None:
         for side in reversed(self._sides):
-            if side.alive:
-                side.close()
+            side.close()
         deadline = time.monotonic() + 15
         for side in self._sides:
             while side.alive and time.monotonic() < deadline:
