@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from doubles import copy_kernel, fake_cuda
+from doubles.nccl_double import NcclDouble
 from kvferry.cuda.device import bound
 from kvferry.cuda.memory import tensor_from_pointer
 from kvferry.errors import TransferError
@@ -52,20 +53,29 @@ def on_fake_gpu(caches: dict[str, torch.Tensor], device: int) -> dict[str, torch
 
 
 class P2pSide:
-    """One engine. `fake_gpu` has its caches on that one of two GPUs of the driver's double, `gpu` on a real one."""
+    """One engine. `fake_gpu` has its caches on that one of two GPUs of the driver's double, `gpu` on a real one.
+
+    `nccl` is the path of NCCL's double, and `nccl_env` what it is told to do.
+    """
 
     def __init__(
         self,
         caches: dict[str, Any] | None = None,
         fake_gpu: int | None = None,
         gpu: int | None = None,
+        nccl: str | None = None,
+        nccl_env: dict[str, str] | None = None,
         **config: Any,
     ) -> None:
+        os.environ.update(nccl_env or {})
         self.driver: fake_cuda.FakeDriver | None = None
         self._ends = contextlib.ExitStack()
         if fake_gpu is not None:
             self.driver = self._ends.enter_context(fake_cuda.installed((0, 1)))
             copy_kernel.install(self.driver)
+            if nccl is not None:
+                os.environ["KVFERRY_NCCL_SO_PATH"] = nccl
+                self._double = NcclDouble(Path(nccl), self.driver)
         self.engine = P2pNcclEngine(P2pConfig(**{"kv_buffer_size": 16 << 20, "heartbeat_s": 1.0, **config}))
         self.caches: dict[str, torch.Tensor] = {}
         self.transfers: dict[str, Sending | Receiving] = {}

@@ -15,19 +15,22 @@ from kvferry.errors import TransferError
 from kvferry.p2p.carriers.host import HostCarrier
 from kvferry.p2p.carriers.ipc.carrier import IpcCarrier
 from kvferry.p2p.carriers.links import Links
+from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
 from kvferry.p2p.config import P2pConfig, new_instance_id
 from kvferry.p2p.core import Core
 from kvferry.p2p.memory_pool import TensorMemoryPool
+from kvferry.p2p.nccl import NcclSettings
 from kvferry.p2p.receive.copies import Copies
 from kvferry.p2p.receive.regions import BufferRegion, PoolRegion, Region
 from kvferry.p2p.receive.store import RecvStore
-from kvferry.p2p.signal.handshake import HOST_CARRIER, IPC_CARRIER, Self
+from kvferry.p2p.signal.handshake import HOST_CARRIER, IPC_CARRIER, NCCL_CARRIER, Self
 from kvferry.p2p.signal.loop import Loop
 from kvferry.p2p.signal.messages import About
 from kvferry.p2p.signal.session import Session
 from kvferry.p2p.signal.sessions import Sessions
 from kvferry.p2p.signal.sockets import Sockets
 
+_MAX_CTAS = 96  # of all communicators together: they must find place on a GPU at once
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 Call = Callable[[], None]
@@ -44,6 +47,7 @@ class Parts:
     sessions: Sessions
     core: Core
     ipc: IpcCarrier
+    nccl: NcclCarrier
 
     def start(self) -> None:
         self.copies.start()
@@ -73,6 +77,7 @@ class Parts:
             "receiving": len(core.incoming),
             "unclaimed": core.incoming.num_unclaimed,
             "blocks_kept_beyond_lease": core.outgoing.blocks_kept_beyond_lease,
+            "nccl_bytes_per_peer": self.nccl.bytes_per_peer,
             "ipc_copies_beyond_lease": self.ipc.num_expired,
             "used_bytes": core.store.used_bytes(),
             "refused": dict(core.incoming.refused),
@@ -142,11 +147,15 @@ def assemble(config: P2pConfig) -> Parts:
         host = core.carriers[HOST_CARRIER] = HostCarrier(links, events)
         ipc = core.carriers[IPC_CARRIER] = IpcCarrier(host, events, sessions.send, events.post)
         undo.callback(ipc.close)
+        settings = NcclSettings(
+            max_ctas=config.nccl_num_channels, max_communicators=_MAX_CTAS // config.nccl_num_channels
+        )
+        nccl = core.carriers[NCCL_CARRIER] = NcclCarrier(host, events, sessions.send, events.post, settings)
         sessions.mapper = ipc
         if config.carrier == IPC_CARRIER:
             ipc.start()
         loop = Loop(core.tick, partial(_end, events))
-        parts = events.parts = Parts(sockets, loop, links, copies, sessions, core, ipc)
+        parts = events.parts = Parts(sockets, loop, links, copies, sessions, core, ipc, nccl)
         sessions.begin(loop, core)
         undo.pop_all()
     return parts

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from kvferry.settings import split_host_port
 
 SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
-CARRIERS = ("auto", "ipc", "host")
+CARRIERS = ("auto", "ipc", "nccl", "host")
 MIN_TOKEN_BYTES = 16  # whoever hears a handshake can try secrets against it
 _MAX_SECONDS = 86_400
 
@@ -37,6 +37,8 @@ class P2pConfig:
         How long a session's set-up may take.
     lease_s
         How long what is sent waits to be taken, and what has landed to be claimed.
+    nccl_num_channels
+        Multiprocessors that NCCL may take for one peer; both sides need the same number.
     tp_rank, tp_size
         Which tensor-parallel rank of how many this engine is.
     token
@@ -53,6 +55,7 @@ class P2pConfig:
     heartbeat_s: float = 2.0
     connect_timeout_s: float = 5.0
     lease_s: float = 60.0
+    nccl_num_channels: int = 8
     tp_rank: int = 0
     tp_size: int = 1
     token: str | None = field(default=None, repr=False)
@@ -68,6 +71,8 @@ class P2pConfig:
                 raise ValueError(f"{name} is {value!r}; it must be more than 0 and at most {_MAX_SECONDS} seconds")
         if self.kv_buffer_size < 0 or not 0 <= self.mem_pool_size_gb < 1 << 20:
             raise ValueError(f"kv_buffer_size {self.kv_buffer_size} and mem_pool_size_gb {self.mem_pool_size_gb} < 0")
+        if not 1 <= self.nccl_num_channels <= 64:
+            raise ValueError(f"nccl_num_channels is {self.nccl_num_channels}; it must be between 1 and 64")
         if not 0 <= self.tp_rank < self.tp_size <= 1 << 16:
             raise ValueError(f"tp_rank {self.tp_rank} of tp_size {self.tp_size}; ranks start at 0")
         if self.token is not None and len(self.token.encode()) < MIN_TOKEN_BYTES:

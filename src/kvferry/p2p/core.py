@@ -16,6 +16,7 @@ from kvferry.errors import TransferError
 from kvferry.ipc.descriptor import DTYPES
 from kvferry.p2p.caches import KVCaches
 from kvferry.p2p.carriers.base import Carrier
+from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
 from kvferry.p2p.memory import BlockMemory, FlatMemory, Memory, with_block_ids
 from kvferry.p2p.receive.copies import Copies
 from kvferry.p2p.receive.store import Place, RecvStore
@@ -27,6 +28,9 @@ from kvferry.p2p.signal.messages import (
     End,
     Landed,
     Message,
+    NcclGo,
+    NcclNew,
+    NcclPush,
     NoSuch,
     Offer,
     Ready,
@@ -162,6 +166,11 @@ class Core:
                 known = self.outgoing.accepted(session, message)
             case Ready():
                 self.carriers[session.carrier].ready(session, message)
+            case NcclNew() | NcclPush() | NcclGo():
+                nccl = self.carriers[session.carrier]
+                known = isinstance(nccl, NcclCarrier)
+                if isinstance(nccl, NcclCarrier):
+                    nccl.heard(session, message)
             case Landed():
                 known = self.outgoing.landed(session, message)
             case Stopped():

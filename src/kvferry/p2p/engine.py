@@ -74,7 +74,7 @@ class P2pNcclEngine:
         Raises LayoutError where the tensors do not fit the format or the hints.
         """
         caches = KVCaches.describe(kv_caches, format, layout_hints)
-        found = offered(self.config.carrier, self._parts.ipc, caches)
+        found = offered(self.config.carrier, self._parts.ipc, self._parts.nccl, caches)
         self._parts.loop.ask(partial(self._register, caches, found))
 
     def send_tensor(

@@ -170,6 +170,26 @@ class Ready(Message, frozen=True, kw_only=True):
     items: Annotated[tuple[Count, ...], Meta(max_length=4096)]
 
 
+class NcclNew(Message, frozen=True, kw_only=True):
+    """The sender has made a communicator of two, as rank 0; the receiver joins it as rank 1."""
+
+    unique_id: Annotated[bytes, Meta(min_length=128, max_length=128)]
+    max_ctas: Annotated[int, Meta(ge=1, le=128)]
+
+
+class NcclPush(Message, frozen=True, kw_only=True):
+    """Bytes `begin` to `end` of an item lie ready to be sent, behind those of earlier pushes."""
+
+    number: Number
+    item: Count
+    begin: Bytes
+    end: Bytes
+
+
+class NcclGo(Message, frozen=True, kw_only=True):
+    """There is a slot for the first push that has none yet: both sides launch now."""
+
+
 class Landed(Message, frozen=True, kw_only=True):
     """All bytes of the transfer are in their places."""
 
@@ -226,6 +246,9 @@ AnyMessage: TypeAlias = (
     | Offer
     | Accept
     | Ready
+    | NcclNew
+    | NcclPush
+    | NcclGo
     | Landed
     | End
     | Stopped

@@ -1,0 +1,122 @@
+"""What one session receives over NCCL."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.errors import NcclStuckError, ProtocolError
+from kvferry.p2p.carriers.nccl.outlet import EXCHANGE_S, Post
+from kvferry.p2p.carriers.nccl.ring import Part, Ring
+from kvferry.p2p.carriers.nccl.slots import Slots
+from kvferry.p2p.geometry import Piece
+from kvferry.p2p.memory import BlockMemory
+from kvferry.p2p.nccl import Communicator
+from kvferry.p2p.signal.messages import Message, NcclGo, NcclPush
+
+
+@dataclass(slots=True, eq=False)
+class Expected:
+    """Blocks that a transfer is to land in, and how far each layer has come."""
+
+    memory: BlockMemory
+    pieces: Callable[[int], tuple[Piece, ...]]
+    item_bytes: tuple[int, ...]
+    written: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, eq=False)
+class Inlet:
+    """For the loop's thread. Each push gets a slot in its turn; what has landed there is scattered, or dropped.
+
+    A slot never waits for anything but its own exchange and its own scatter, so all slots come back.
+    """
+
+    ring: Ring
+    slots: Slots
+    tell: Callable[[Message], None]
+    post: Post
+    landed: Callable[[int, int], None]
+    stopped: Callable[[int], None]
+    failed: Callable[[Exception], None]
+    comm: Communicator | None = None
+    ended: bool = False
+    pushes: deque[NcclPush] = field(default_factory=deque)
+    expected: dict[int, Expected] = field(default_factory=dict)
+    writing: Counter[int] = field(default_factory=Counter)
+    stopping: set[int] = field(default_factory=set)
+
+    def push(self, message: NcclPush) -> None:
+        """The peer has something ready."""
+        if not 0 < message.end - message.begin <= self.ring.slot_bytes:
+            raise ProtocolError(f"a push of bytes {message.begin} to {message.end}: a slot has {self.ring.slot_bytes}")
+        self.pushes.append(message)
+        self.pump()
+
+    def pump(self) -> None:
+        """Give pushes their slots."""
+        while self.pushes and self.comm is not None and not self.ended:
+            slot = self.slots.take(self)
+            if slot is None:
+                return
+            push = self.pushes.popleft()
+            self.tell(NcclGo())
+            future = self.comm.exchange(receives=[(slot, push.end - push.begin)], timeout_s=EXCHANGE_S)
+            future.add_done_callback(
+                lambda done, push=push, slot=slot: self.post(partial(self._received, push, slot, done))  # type: ignore[misc]
+            )
+
+    def stop(self, number: int) -> None:
+        """Write no more of a transfer, then say so."""
+        self.expected.pop(number, None)
+        self.stopping.add(number)
+        self._look(number)
+
+    def end(self, why: str) -> None:
+        """The session has ended: take no more."""
+        self.ended = True
+        self.pushes.clear()
+        self.expected.clear()
+        if self.comm is not None:
+            self.comm.abort(why)
+
+    def _received(self, push: NcclPush, slot: int, done: Future[None]) -> None:
+        error = done.exception()
+        if error is not None:
+            if not isinstance(error, NcclStuckError):
+                self.slots.give_back(slot)  # else the GPU may still use it: it is lost
+            if isinstance(error, Exception) and not self.ended:
+                self.failed(error)
+            return
+        wanted = self.expected.get(push.number)
+        if wanted is None or self.ended:  # stopped meanwhile
+            self.slots.give_back(slot)
+            return
+        size = wanted.item_bytes[push.item] if push.item < len(wanted.item_bytes) else 0
+        if push.begin != wanted.written[push.item] or push.end > size:
+            self.slots.give_back(slot)
+            self.failed(ProtocolError(f"bytes {push.begin} to {push.end} of item {push.item}, which has {size}"))
+            return
+        wanted.written[push.item] = push.end
+        part = Part(wanted.memory, push.item, wanted.pieces(push.item), push.begin, push.end)
+        self.writing[push.number] += 1
+        self.ring.scatter(part, slot, lambda problem: self.post(partial(self._scattered, push, slot, size, problem)))
+
+    def _scattered(self, push: NcclPush, slot: int, size: int, error: Exception | None) -> None:
+        self.writing[push.number] -= 1
+        self._look(push.number)
+        self.slots.give_back(slot)
+        if error is not None:
+            self.failed(error)
+        elif push.end == size and push.number in self.expected:
+            self.landed(push.number, push.item)
+
+    def _look(self, number: int) -> None:
+        if not self.writing[number]:
+            del self.writing[number]
+            if number in self.stopping:
+                self.stopping.discard(number)
+                self.stopped(number)
