@@ -80,6 +80,7 @@ class CudaPairCopier(PairCopier):
         self.device = device
         self._max_ctas = max_ctas
         self._submitted = 0
+        self._pieces = self._strips = np.empty((0, 5), dtype=np.int64)  # of the last step: the next often has the same
         with ExitStack() as undo:
             module = undo.enter_context(Module(compile_ptx(SOURCE.read_text(), device), device))
             self._function = module.function("copy_pairs")
@@ -130,7 +131,9 @@ class CudaPairCopier(PairCopier):
             drv.memcpy_batch_async((at, at + row_bytes, at + 2 * row_bytes), count, self._stream.handle)
 
     def _launch(self, drv: Driver, pairs: BlockPairs, slot: _Slot) -> None:
-        strips = pairs.strips(STRIP_BYTES)
+        if pairs.pieces is not self._pieces:
+            self._pieces, self._strips = pairs.pieces, pairs.strips(STRIP_BYTES)
+        strips = self._strips
         ids = np.stack((pairs.to_ids, pairs.from_ids)).astype(np.int32)
         table = slot.reserve(drv, strips.nbytes + ids.nbytes)
         slot.kept = (strips, ids)

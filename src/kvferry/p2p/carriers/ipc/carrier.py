@@ -29,7 +29,7 @@ from kvferry.p2p.signal.messages import About, Message, Offer, Ready
 from kvferry.p2p.signal.session import Session
 
 _LOG = logging.getLogger(__name__)
-_CLOSE_S = 10.0
+_CLOSE_S = 5.0
 _POLL_S = 0.002
 
 Post = Callable[[Callable[[], None]], None]
