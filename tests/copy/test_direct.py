@@ -189,6 +189,31 @@ def test_a_failing_call_leaves_nothing_in_flight(
     assert memory[-1] == UNTOUCHED
 
 
+def test_an_end_that_cannot_be_marked_is_waited_for(driver: fake_cuda.FakeDriver, copier: CudaCopier) -> None:
+    """One step, whose own event is recorded; the one that is to say that it is done is not."""
+    storages, (_, flats) = BIG.random_storages(7), flat_side(BIG)
+    raised: list[str] = []
+
+    def gather() -> None:
+        try:
+            copier.gather(planned(BIG, storages, flats))
+        except CudaError as error:
+            raised.append(error.call)
+
+    gate, copying = threading.Event(), threading.Thread(target=gather)
+    with bound(0):
+        driver.fake.stream(copier._direct._stream.handle).push(functools.partial(wait_for, gate))  # type: ignore[union-attr]
+    driver.fake.failures["cuEventRecord"] = [0, 2]
+    copying.start()
+    copying.join(0.2)
+    was_waiting = copying.is_alive()
+    gate.set()
+    copying.join(30)
+    assert was_waiting
+    assert raised == ["cuEventRecord"]
+    assert idle(driver)
+
+
 def test_two_copies_take_turns_in_one_thread(copier: CudaCopier) -> None:
     """Steps of a gather and of a scatter of two copiers, one after the other: each has its own bytes."""
     storages, (memory, flats) = BIG.random_storages(8), flat_side(BIG)

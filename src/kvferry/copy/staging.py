@@ -10,6 +10,7 @@ from kvferry.copy.steps import Step
 from kvferry.cuda.device import bound
 from kvferry.cuda.driver import Driver
 from kvferry.cuda.stream import Event, Stream
+from kvferry.errors import CudaError
 
 _POLL_S = 0.001
 
@@ -66,8 +67,15 @@ class StagingHalf:
 
 
 def drain_event(drv: Driver, event: int, stream: int) -> None:
-    """Record the event, and wait until what is in the stream is done; polls at first, since waking up takes a while."""
-    drv.event_record(event, stream)
+    """Record the event, and wait until what is in the stream is done; polls at first, since waking up takes a while.
+
+    Where the event cannot be recorded it waits all the same, then raises that.
+    """
+    try:
+        drv.event_record(event, stream)
+    except CudaError:
+        drv.stream_synchronize(stream)
+        raise
     deadline = time.perf_counter() + _POLL_S
     while not drv.event_query(event):
         if time.perf_counter() > deadline:
