@@ -71,8 +71,8 @@ def test_senders_killed_in_mid_transfer(sides: Sides) -> None:
     assert (stats["receiving"], stats["used_bytes"]) == (0, {"buffer": 0})
 
 
-def stopped_reader(sides: Sides, *, lease_s: float, heartbeat_s: float) -> tuple[Side, Side]:
-    """A sender, and a reader that was stopped when all but one layer was still to be read."""
+def stopped_reader(sides: Sides, *, lease_s: float, heartbeat_s: float) -> tuple[Side, Side, dict[str, str]]:
+    """A sender, a reader that was stopped when all but one layer was still to be read, and what it had then."""
     sender = sides.start(caches={**SHARED, "seed": 1}, lease_s=lease_s, heartbeat_s=heartbeat_s)
     reader = sides.start(caches={**SHARED, "seed": 2}, heartbeat_s=20)
     reader.call("receive", name="t", blocks=BLOCKS, timeout_s=60)
@@ -80,15 +80,16 @@ def stopped_reader(sides: Sides, *, lease_s: float, heartbeat_s: float) -> tuple
     sender.call("layer_ready", name="t", layer=0)
     reader.call("wait_layer", name="t", layer=0)
     check_ipc(sender)
+    before = reader.call("digest", blocks=BLOCKS)
     os.kill(reader.pid, signal.SIGSTOP)
     for layer in (1, 2, 3):
         sender.call("layer_ready", name="t", layer=layer)
-    return sender, reader
+    return sender, reader, before
 
 
 def test_a_reader_that_stops_while_its_lease_runs_out(sides: Sides) -> None:
     """Its blocks are kept and counted, until it says that it has stopped; others are served meanwhile."""
-    sender, reader = stopped_reader(sides, lease_s=2.0, heartbeat_s=30)
+    sender, reader, before = stopped_reader(sides, lease_s=2.0, heartbeat_s=30)
     bystander = sides.start(caches={**SHARED, "seed": 3}, heartbeat_s=30)
     eventually(lambda: sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 1, 20)
     send_and_check(sender, bystander, "other")
@@ -96,16 +97,17 @@ def test_a_reader_that_stops_while_its_lease_runs_out(sides: Sides) -> None:
     assert not sender.call("done", what="send t")["done"]
     assert sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 1
     os.kill(reader.pid, signal.SIGCONT)
-    # It may have had all of it in hand when it was stopped, but it does not begin to read after the lease's end.
     assert sender.call("wait", what="send t", timeout_s=20)["code"] == "expired"
     assert reader.call("wait", what="receive t", timeout_s=20)["code"] == "expired"
+    # The layers had become ready for it, but it begins no copy after the end of the lease.
+    assert reader.call("digest", blocks=BLOCKS) == before
     assert sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 0
     send_and_check(sender, reader, "next")
 
 
 def test_a_reader_that_is_silent_until_its_session_ends(sides: Sides) -> None:
     """The session is over, the process lives: its blocks are kept until it goes on and finds out."""
-    sender, reader = stopped_reader(sides, lease_s=30, heartbeat_s=0.5)
+    sender, reader, _ = stopped_reader(sides, lease_s=30, heartbeat_s=0.5)
     eventually(lambda: not sender.call("stats")["stats"]["peers"], 20)
     time.sleep(1)
     assert not sender.call("done", what="send t")["done"]
@@ -117,7 +119,7 @@ def test_a_reader_that_is_silent_until_its_session_ends(sides: Sides) -> None:
 
 
 def test_a_silent_reader_that_is_killed(sides: Sides) -> None:
-    sender, reader = stopped_reader(sides, lease_s=1.0, heartbeat_s=0.5)
+    sender, reader, _ = stopped_reader(sides, lease_s=1.0, heartbeat_s=0.5)
     eventually(lambda: sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 1, 20)
     assert not sender.call("done", what="send t")["done"]
     reader.kill()
