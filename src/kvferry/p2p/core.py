@@ -74,7 +74,7 @@ class Core:
         self._copies = copies
         self._post = post
         self._sources: dict[int, Memory] = {}
-        self._unsent: dict[Session, list[Message]] = {}
+        self._unsent: dict[Session, list[Ask | Reject]] = {}
         self._events: list[tuple[Event, Callable[[], None]]] = []
         self._room_freed = False
 
@@ -145,7 +145,7 @@ class Core:
         if session.address is not None:
             self.outgoing.connected(session.address, session, self._now)
         for message in self._unsent.pop(session, []):
-            self.tell(session, message)
+            self._tell_when_up(session, message)
 
     def session_lost(self, session: Session, error: TransferError) -> None:
         _LOG.info("%r: %s", session, error)
@@ -167,10 +167,8 @@ class Core:
             case Ready():
                 self.carriers[session.carrier].ready(session, message)
             case NcclNew() | NcclPush() | NcclGo():
-                nccl = self.carriers[session.carrier]
-                known = isinstance(nccl, NcclCarrier)
-                if isinstance(nccl, NcclCarrier):
-                    nccl.heard(session, message)
+                carrier = self.carriers[session.carrier]
+                known = isinstance(carrier, NcclCarrier) and carrier.heard(session, message)
             case Landed():
                 known = self.outgoing.landed(session, message)
             case Stopped():
@@ -292,8 +290,9 @@ class Core:
         self.counters["sent" if error is None else f"not_sent_{error.code}"] += 1
         done(error)
 
-    def _tell_when_up(self, session: Session, message: Message) -> None:
+    def _tell_when_up(self, session: Session, message: Ask | Reject) -> None:
+        """The peer knows this rank by its place among those that ask for a share of what it has."""
         if session.is_up:
-            self.tell(session, message)
+            self.tell(session, msgspec.structs.replace(message, part=session.part_of_mine()))
         else:
             self._unsent.setdefault(session, []).append(message)

@@ -96,10 +96,10 @@ class IncomingTable:
 
     def no_such(self, session: Session, message: NoSuch) -> None:
         """A peer that was asked has nothing."""
-        key = InKey(message.transfer_id, message.part)
-        claim = self._claims.get(key)
-        if claim is not None and claim.asked == session and key not in self._by_key:
-            self._fail(claim, TransferError(message.code, f"the sender says: {message.text}"))
+        asked = [claim for claim in self._claims.values() if claim.asked == session]
+        for claim in [claim for claim in asked if claim.key.transfer_id == message.transfer_id]:
+            if claim.key not in self._by_key:
+                self._fail(claim, TransferError(message.code, f"the sender says: {message.text}"))
 
     def session_lost(self, session: Session, error: TransferError, now: float) -> None:
         """A session has ended, with all that was to come over it. What has landed stays."""

@@ -119,8 +119,8 @@ class NcclCarrier:
         else:
             self._host.stop_landing(session, number)
 
-    def heard(self, session: Session, message: NcclNew | NcclPush | NcclGo) -> None:
-        """A message of this carrier's own."""
+    def heard(self, session: Session, message: NcclNew | NcclPush | NcclGo) -> bool:
+        """A message of this carrier's own; False where it was not to be expected, which ends the session."""
         try:
             if isinstance(message, NcclNew):
                 self._join(session, message)
@@ -130,6 +130,8 @@ class NcclCarrier:
                 raise ProtocolError("a go for nothing that was pushed")
         except KVFerryError as error:
             self._fail(session, error)
+            return False
+        return True
 
     def session_up(self, session: Session) -> None:
         """Nothing: communicators are made when they are needed."""
