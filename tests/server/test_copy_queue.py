@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
+
+import numpy as np
+import pytest
 
 from kvferry.copy import Steps
 from kvferry.ipc.events import Ticket
@@ -29,11 +33,14 @@ class Events:
 class Plan:
     """Of one job, or a part of it."""
 
-    def __init__(self, job: int) -> None:
+    skips = False
+
+    def __init__(self, job: int, num_chunks: int = 0) -> None:
         self.job = job
+        self.flats = np.zeros(num_chunks, dtype=np.int64)
 
     def part(self, start: int, stop: int) -> Plan:
-        return self
+        return Plan(self.job, stop - start)
 
 
 class Cache:
@@ -50,6 +57,8 @@ class Cache:
 
 class Notes:
     """A device whose copies have four steps, of which it keeps a list."""
+
+    step_bytes = 1 << 30
 
     def __init__(self) -> None:
         self.steps_taken: list[int] = []  # by job
@@ -192,3 +201,21 @@ def test_a_cache_is_dropped_with_nothing_in_flight() -> None:
     assert sorted(done.job_id for done in copies.done) == [1, 2, 3]
     assert {done.failure and done.failure.code for done in copies.done} == {"cancelled"}
     assert copies.wait_s is None
+
+
+@pytest.mark.parametrize(("digests", "num_parts"), [(None, 1), ((b"",) * 5, 3)])
+def test_checksums_do_not_hold_up_the_other_direction_for_long(
+    digests: tuple[bytes, ...] | None, num_parts: int
+) -> None:
+    """Five chunks of 32 MiB: one part of a copy, unless the processor has to read each part first."""
+    cache, done = Cache(), list[CopyDone]()
+    cache.layout = SimpleNamespace(block_bytes=32 << 20)
+    cache.events.done.add(1)
+    copies = CopyQueue({1: cast(OpenedCache, cache)}, memory_address=0, post=done.append)
+    job = task(1, direction=Direction.SCATTER)
+    copies.add(replace(job, block_ids=bytes(20), offsets=(0,) * 5, digests=digests))
+    device = Notes()
+    while copies.wait_s is not None:
+        copies.step(cast(Device, device))
+    assert [(each.num_chunks, each.failure) for each in done] == [(5, None)]
+    assert len(device.steps_taken) == 4 * num_parts

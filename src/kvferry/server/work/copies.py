@@ -27,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST_POLL_S = 0.0001
 _LAST_POLL_S = 0.002
 _EXPIRE_S = 0.1  # how often the time limits of all that wait are looked at
+_CHECKED_BYTES = 64 << 20  # a copy's part with checksums: they take 10 ms, and the other direction waits
 _WINDOW = 8  # how many of a turn may be asked at once, those that have waited longest
 _CANCELLED = Failure("cancelled", "the job was cancelled; nothing of it is in flight")
 
@@ -225,7 +226,8 @@ class CopyQueue:
             _LOG.exception("the copy that is being ended failed")
 
     def _chunks_a_step(self, task: CopyTask, device: Device) -> int:
-        return max(1, device.step_bytes // self._chunk_bytes(task))
+        nbytes = device.step_bytes if task.digests is None else min(device.step_bytes, _CHECKED_BYTES)
+        return max(1, nbytes // self._chunk_bytes(task))
 
     def _chunk_bytes(self, task: CopyTask) -> int:
         blocks = len(task.block_ids) // BLOCK_ID_BYTES // len(task.offsets)
