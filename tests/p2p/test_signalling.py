@@ -119,6 +119,31 @@ def test_tokens(make: Make) -> None:
             assert caught.value.code == "refused"
 
 
+def test_curve_keys(make: Make, context: Any) -> None:
+    """Signalling is encrypted, and nobody without the key gets as far as a greeting."""
+    key = zmq.curve_keypair()[1].decode()
+    p, d = make(curve_secret_key=key), make(curve_secret_key=key)
+    works(p, d)
+    works(
+        make(curve_secret_key=key, token="a token of sixteen bytes"),
+        make(curve_secret_key=key, token="a token of sixteen bytes"),
+    )
+    plain = make(connect_timeout_s=1.0)
+    other = make(connect_timeout_s=1.0, curve_secret_key=zmq.curve_keypair()[1].decode())
+    for stranger_engine in (plain, other):
+        for one, two in ((stranger_engine, d), (make(connect_timeout_s=1.0, curve_secret_key=key), stranger_engine)):
+            with pytest.raises(TransferError) as caught:
+                one.send_tensor("a", SENT, two.address).wait(20)
+            assert caught.value.code == "unreachable"
+    knows_public = context.socket(zmq.DEALER)  # the server's public key alone lets nobody in
+    knows_public.curve_publickey, knows_public.curve_secretkey = zmq.curve_keypair()
+    knows_public.curve_serverkey = zmq.curve_public(key.encode())
+    knows_public.connect(f"tcp://{d.address}")
+    knows_public.send(encode_message(Hello(sender=ME, oldest=1, version=1, nonce=os.urandom(32))))
+    assert not knows_public.poll(1000)
+    works(p, d)
+
+
 def test_a_proof_cannot_be_used_again(make: Make, context: Any) -> None:
     """Whoever has heard a handshake cannot repeat it: the acceptor's nonce is another one."""
     engine = make(token="a token of sixteen bytes")
@@ -134,6 +159,7 @@ def test_strangers_are_not_let_in_by_mistake(address: str) -> None:
         P2pConfig(address=address)
     P2pConfig(address=address, insecure=True)
     P2pConfig(address=address, token="a token of sixteen bytes")
+    P2pConfig(address=address, curve_secret_key="k" * 40)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +174,7 @@ def test_strangers_are_not_let_in_by_mistake(address: str) -> None:
         {"kv_buffer_size": -1},
         {"tp_rank": 2, "tp_size": 2},
         {"token": "short"},
+        {"curve_secret_key": "short"},
     ],
 )
 def test_configurations_that_cannot_be(wrong: dict[str, Any]) -> None:

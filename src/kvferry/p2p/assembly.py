@@ -125,7 +125,7 @@ def assemble(config: P2pConfig) -> Parts:
     """All parts, not started. Raises ShareError where nothing can listen at the address."""
     events = _Events()
     with ExitStack() as undo:
-        sockets = Sockets(config.address)
+        sockets = Sockets(config.address, config.curve_secret_key)
         undo.callback(sockets.close)
         links: Links[Session] = Links(sockets.host, events)
         undo.callback(links.close)

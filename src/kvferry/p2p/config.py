@@ -12,6 +12,7 @@ from kvferry.settings import split_host_port
 SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
 CARRIERS = ("auto", "ipc", "nccl", "host")
 MIN_TOKEN_BYTES = 16  # whoever hears a handshake can try secrets against it
+CURVE_KEY_CHARS = 40
 _MAX_SECONDS = 86_400
 
 
@@ -43,6 +44,9 @@ class P2pConfig:
         Which tensor-parallel rank of how many this engine is.
     token
         A secret of at least 16 bytes that all engines share.
+    curve_secret_key
+        The secret key of a CURVE pair (40 characters, as `zmq.curve_keypair` gives it) that all engines share: it
+        encrypts signalling, and lets in only who has it. The bytes of KV are not encrypted.
     insecure
         Let anybody in who reaches the address.
     """
@@ -59,6 +63,7 @@ class P2pConfig:
     tp_rank: int = 0
     tp_size: int = 1
     token: str | None = field(default=None, repr=False)
+    curve_secret_key: str | None = field(default=None, repr=False)
     insecure: bool = False
 
     def __post_init__(self) -> None:
@@ -77,9 +82,11 @@ class P2pConfig:
             raise ValueError(f"tp_rank {self.tp_rank} of tp_size {self.tp_size}; ranks start at 0")
         if self.token is not None and len(self.token.encode()) < MIN_TOKEN_BYTES:
             raise ValueError(f"the token is shorter than {MIN_TOKEN_BYTES} bytes")
-        if not (is_loopback(host) or self.token or self.insecure):
+        if self.curve_secret_key is not None and len(self.curve_secret_key) != CURVE_KEY_CHARS:
+            raise ValueError(f"the CURVE key does not have {CURVE_KEY_CHARS} characters")
+        if not (is_loopback(host) or self.token or self.curve_secret_key or self.insecure):
             raise ValueError(
-                f"{self.address} can be reached from other machines: give all engines a token, "
+                f"{self.address} can be reached from other machines: give all engines a token or a CURVE key, "
                 "or say insecure=True where the network itself keeps strangers away"
             )
 

@@ -62,6 +62,8 @@ class Sessions:
         """Before the loop starts."""
         self._loop, self._listener = loop, listener
         loop.watch(self._sockets.router, self._on_router)
+        if self._sockets.doorman is not None:
+            loop.watch(self._sockets.doorman, self._sockets.answer_doorman)
 
     def all(self) -> list[Session]:
         """Those that are up, or on their way."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
+from typing import NamedTuple
 
 import zmq
+from zmq.utils import z85
 
 from kvferry.errors import ShareError, TransferError
 from kvferry.p2p.signal.messages import MAX_MESSAGE_BYTES
@@ -13,6 +16,7 @@ from kvferry.settings import split_host_port
 
 _QUEUED_MESSAGES = 256
 _MAX_FRAMES = 2
+_ZAP = "inproc://zeromq.zap.01"
 
 
 def join_host_port(host: str, port: int) -> str:
@@ -33,13 +37,45 @@ def resolved(address: str) -> str:
     return join_host_port(str(number), port)
 
 
+class _Curve(NamedTuple):
+    """One pair of keys, which all engines have."""
+
+    public: bytes
+    secret: bytes
+    public_raw: bytes
+
+    @classmethod
+    def of(cls, secret_key: str) -> _Curve:
+        try:
+            secret = secret_key.encode("ascii")
+            public = zmq.curve_public(secret)
+            return cls(public, secret, z85.decode(public))
+        except (ValueError, zmq.ZMQError) as error:
+            raise ValueError(f"the CURVE secret key is none: {type(error).__name__}") from None
+
+    def apply(self, sock: zmq.Socket[bytes], *, serves: bool) -> None:
+        """Before the socket is bound or connected."""
+        sock.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+        sock.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
+        if serves:
+            sock.setsockopt(zmq.CURVE_SERVER, 1)
+            sock.setsockopt(zmq.ZAP_DOMAIN, b"kvferry")
+        else:
+            sock.setsockopt(zmq.CURVE_SERVERKEY, self.public)
+
+
 class Sockets:
     """For the loop's thread alone, but for the constructor. No call waits."""
 
-    def __init__(self, address: str) -> None:
-        """Raises ShareError where nothing can listen at the address."""
+    def __init__(self, address: str, curve_secret_key: str | None = None) -> None:
+        """Raises ShareError where nothing can listen at the address, ValueError for what is no key."""
         host, port = split_host_port(address)
+        self._curve = None if curve_secret_key is None else _Curve.of(curve_secret_key)
         self.context = zmq.Context()
+        self.doorman: zmq.Socket[bytes] | None = None
+        if self._curve is not None:  # before anything listens: without it everybody would be let in
+            self.doorman = self.context.socket(zmq.REP)
+            self.doorman.bind(_ZAP)
         self.router = self._new(zmq.ROUTER, resolved(address))
         # A message for a peer that is gone, or does not read, is an error and not lost in silence.
         self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -68,6 +104,16 @@ class Sockets:
             raise TransferError("bad_address", f"cannot connect to {address!r}: {error}") from None
         return dealer
 
+    def answer_doorman(self) -> None:
+        """Say of each who comes whether it has the key (ZeroMQ's authentication protocol, ZAP 1.0)."""
+        assert self.doorman is not None
+        assert self._curve is not None
+        while (parts := receive(self.doorman)) is not None:
+            version, request, key = parts[0], parts[1], parts[6] if len(parts) == 7 else b""
+            known = hmac.compare_digest(key, self._curve.public_raw)
+            verdict = [b"200", b"OK"] if known else [b"400", b"unknown key"]
+            self.doorman.send_multipart([version, request, *verdict, b"", b""], zmq.NOBLOCK)
+
     def close(self) -> None:
         """What has been queued for sending has a moment to go. Idempotent."""
         self.context.destroy(linger=200)
@@ -79,6 +125,8 @@ class Sockets:
         made.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
         made.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        if self._curve is not None:
+            self._curve.apply(made, serves=kind == zmq.ROUTER)
         made.setsockopt(zmq.IPV6, int("[" in address))
         return made
 
