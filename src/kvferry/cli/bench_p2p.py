@@ -16,23 +16,44 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from kvferry import ipc
-from kvferry.cli.bench_p2p_peer import FORMAT, HEAD_BYTES, Early, Init, Keep, Last, Register, Shape, Share, Stream
+from kvferry.cli.bench_p2p_peer import (
+    FORMAT,
+    HEAD_BYTES,
+    WAIT_S,
+    Early,
+    Init,
+    Keep,
+    Last,
+    Nccl,
+    Register,
+    Shape,
+    Share,
+    Stream,
+)
 from kvferry.cli.bench_report import Result, median_time_s, rate_result
 from kvferry.cli.sizes import format_bytes
+from kvferry.cuda.device import device_uuid
 from kvferry.errors import KVFerryError
 from kvferry.p2p import P2pConfig, P2pNcclEngine
+from kvferry.p2p.nccl import NcclLauncher, NCCLLibrary, NcclSettings
 from kvferry.reference.process import LineProcess
 
 __all__ = ["P2pBenchConfig", "run_bench_p2p"]
 
 KIB, MIB = 1 << 10, 1 << 20
-CARRIERS = ("ipc", "host")
-_WAIT_S = 60.0
+_LIMITS = MappingProxyType(
+    {
+        "ipc": "a plain copy from the peer's memory",
+        "nccl": "ncclRecv of the same bytes at once, by a communicator with the same settings",
+        "host": "a plain TCP socket",
+    }
+)
 _WARM = 2
 
 
@@ -52,8 +73,10 @@ class P2pBenchConfig:
     repeats: int = 9
 
     def __post_init__(self) -> None:
-        if self.carrier not in CARRIERS:
-            raise ValueError(f"carrier {self.carrier!r} cannot be measured: choose one of {', '.join(CARRIERS)}")
+        if self.carrier not in _LIMITS:
+            raise ValueError(f"carrier {self.carrier!r} cannot be measured: choose one of {', '.join(_LIMITS)}")
+        if self.carrier == "nccl" and self.device != "cuda":
+            raise ValueError("NCCL moves GPU memory: it is measured with --device cuda, on two GPUs")
         odd = [size for size in self.piece_bytes if size <= 0 or size % HEAD_BYTES]
         if odd or not self.piece_bytes:
             raise ValueError(f"block sizes {odd}: each must be a multiple of {format_bytes(HEAD_BYTES)}, one head's")
@@ -84,7 +107,6 @@ def run_bench_p2p(config: P2pBenchConfig) -> list[Result]:
 
 def _bench_all(config: P2pBenchConfig, pair: _Pair) -> Iterator[Result]:
     limits = {size: min(pair.raw_s(size) for _ in range(2)) for size in config.sizes_bytes}
-    limit = {"ipc": "a plain copy from the peer's memory", "host": "a plain TCP socket"}[config.carrier]
     for piece, ordered in itertools.product(config.piece_bytes, (False, True)):
         pair.register(piece, config.sizes_bytes[-1])
         for size in config.sizes_bytes:
@@ -92,7 +114,8 @@ def _bench_all(config: P2pBenchConfig, pair: _Pair) -> Iterator[Result]:
             main = piece == config.main_piece and size == config.sizes_bytes[-1] and not ordered
             parts = [format_bytes(size), format_bytes(piece), "neighbours" if ordered else "shuffled"]
             suffix = "" if main else "_" + "_".join(parts).replace(" ", "_").lower()
-            about = f"{parts[0]} in runs of {parts[1]}, {parts[2]} block ids; {pair.where}; limit: {limit}"
+            about = f"{parts[0]} in runs of {parts[1]}, {parts[2]} block ids; {pair.where}; limit: "
+            about += _LIMITS[config.carrier]
             yield rate_result(f"p2p_{config.carrier}{suffix}", nbytes, taken_s, limits[size] * nbytes / size, about)
         if piece == config.main_piece and not ordered:
             yield from pair.latencies()
@@ -110,8 +133,8 @@ class _Pair(contextlib.ExitStack):
         self.where = "within host memory" if config.device == "cpu" else f"from {other} to {self._device}"
         self._folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-")))
         self._child = self.enter_context(LineProcess("sender", "kvferry.cli.bench_p2p_peer"))
-        self._other = other
-        self._address = self._child.call(Init(device=other, carrier=config.carrier))["address"]
+        begun = self._child.call(Init(device=other, carrier=config.carrier))
+        self._address, self._peer_uuid = begun["address"], begun["uuid"]
         self._engine = self.enter_context(P2pNcclEngine(P2pConfig(carrier=config.carrier, kv_buffer_size=1 << 20)))
         self._caches: dict[str, torch.Tensor] = {}
         self._shape = Shape(1, 1, HEAD_BYTES)
@@ -136,7 +159,7 @@ class _Pair(contextlib.ExitStack):
             name = next(self._names)
             self._child.call(Keep(name=name, ids=source))
             started = time.perf_counter()
-            self._engine.receive_blocks(name, target, self._address, timeout_s=_WAIT_S).wait()
+            self._engine.receive_blocks(name, target, self._address, timeout_s=WAIT_S).wait()
             times.append(time.perf_counter() - started)
         self._check(source, target)
         return statistics.median(times[_WARM:]), blocks * self._shape.block_bytes
@@ -155,10 +178,10 @@ class _Pair(contextlib.ExitStack):
     def _last_layer_s(self, blocks: int) -> float:
         name = next(self._names)
         self._child.call(Keep(name=name, ids=self._ids(blocks, False), layer_wise=True))
-        receiving = self._engine.receive_blocks(name, self._ids(blocks, False), self._address, timeout_s=_WAIT_S)
+        receiving = self._engine.receive_blocks(name, self._ids(blocks, False), self._address, timeout_s=WAIT_S)
         self._child.call(Early(name=name))
         for layer in range(self._shape.num_layers - 1):
-            receiving.wait_layer(layer, _WAIT_S)
+            receiving.wait_layer(layer, WAIT_S)
         self._child.begin(Last(name=name))
         receiving.wait()
         finished = time.monotonic_ns()
@@ -166,14 +189,37 @@ class _Pair(contextlib.ExitStack):
 
     def raw_s(self, size: int) -> float:
         """The median time of the raw carrier with so many bytes in one piece."""
-        return self._copy_s(size) if self._config.carrier == "ipc" else self._socket_s(size)
+        return {"ipc": self._copy_s, "nccl": self._nccl_s, "host": self._socket_s}[self._config.carrier](size)
+
+    def _nccl_s(self, size: int) -> float:
+        library = NCCLLibrary()
+        unique_id = bytes(library.ncclGetUniqueId())
+        target = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        torch.cuda.synchronize(target.device)
+        launcher = NcclLauncher(library, 0, NcclSettings())
+        try:
+            repeats = self._config.repeats + 1
+            command = Nccl(unique_id=unique_id, peer_uuid=device_uuid(0), nbytes=size, repeats=repeats)
+            self._child.begin(command)
+            joining = launcher.connect(unique_id, 0, peer_device_uuid=self._peer_uuid, name="the sender")
+            comm = joining.result(WAIT_S)
+
+            def receive() -> None:
+                comm.exchange(receives=[(target.data_ptr(), size)], timeout_s=WAIT_S).result(WAIT_S)
+
+            receive()
+            taken = median_time_s(receive, self._config.repeats)
+            self._child.finish()
+        finally:
+            launcher.close()
+        return taken
 
     def _copy_s(self, size: int) -> float:
         path = self._folder / f"share {next(self._names)}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen(1)
-            listener.settimeout(_WAIT_S)
+            listener.settimeout(WAIT_S)
             self._child.begin(Share(path=str(path), nbytes=size))
             with listener.accept()[0] as sock:
                 (wrapper,) = ipc.recv(sock)
@@ -193,11 +239,11 @@ class _Pair(contextlib.ExitStack):
     def _socket_s(self, size: int) -> float:
         buffer = memoryview(bytearray(size))
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.settimeout(_WAIT_S)
+            listener.settimeout(WAIT_S)
             repeats = self._config.repeats + 1
             self._child.begin(Stream(port=listener.getsockname()[1], nbytes=size, repeats=repeats))
             with listener.accept()[0] as sock:
-                sock.settimeout(_WAIT_S)
+                sock.settimeout(WAIT_S)
 
                 def receive() -> None:
                     sock.sendall(b"x")

@@ -11,13 +11,16 @@ import msgspec
 import torch
 
 from kvferry import ipc
+from kvferry.cuda.device import device_uuid
 from kvferry.p2p import P2pConfig, P2pNcclEngine, Sending
+from kvferry.p2p.nccl import NcclLauncher, NCCLLibrary, NcclSettings
 from kvferry.reference.process import answer_lines
 
-__all__ = ["BLOCK_TOKENS", "Early", "Exit", "Init", "Keep", "Last", "Peer", "Register", "Share", "Shape", "Stream"]
+__all__ = ["Early", "Exit", "Init", "Keep", "Last", "Nccl", "Peer", "Register", "Shape", "Share", "Stream"]
 
 BLOCK_TOKENS, HEAD_DIM = 16, 128
 HEAD_BYTES = BLOCK_TOKENS * HEAD_DIM * 2  # of one head's keys, or values, of one block
+WAIT_S = 60.0
 FORMAT = "vllm_flash_attention"
 
 
@@ -54,7 +57,7 @@ class _Command(msgspec.Struct, frozen=True, tag_field="command", tag=str.lower, 
 
 
 class Init(_Command, frozen=True):
-    """Make the engine. Replies its address."""
+    """Make the engine. Replies its address, and the UUID of its GPU."""
 
     device: str
     carrier: str
@@ -101,6 +104,15 @@ class Stream(_Command, frozen=True):
     repeats: int
 
 
+class Nccl(_Command, frozen=True):
+    """Join the communicator with this id as rank 1, and send so many bytes, `repeats` times."""
+
+    unique_id: bytes
+    peer_uuid: str
+    nbytes: int
+    repeats: int
+
+
 class Exit(_Command, frozen=True):
     """End."""
 
@@ -122,6 +134,7 @@ class Peer:
             Last: self._last,
             Share: self._share,
             Stream: self._stream,
+            Nccl: self._nccl,
             Exit: lambda _: self.close(),
         }
 
@@ -138,7 +151,7 @@ class Peer:
         if command.device != "cpu":
             torch.cuda.set_device(command.device)
         self._engine = P2pNcclEngine(P2pConfig(carrier=command.carrier, kv_buffer_size=1 << 20))
-        return {"address": self._engine.address}
+        return {"address": self._engine.address, "uuid": "" if self._device == "cpu" else device_uuid(self._number)}
 
     @property
     def _made(self) -> P2pNcclEngine:
@@ -180,12 +193,31 @@ class Peer:
                 sock.recv(1)
                 sock.sendall(data)
 
+    def _nccl(self, command: Nccl) -> None:
+        data = torch.ones(command.nbytes, dtype=torch.uint8, device=self._device)
+        torch.cuda.synchronize(self._device)
+        launcher = NcclLauncher(NCCLLibrary(), self._number, NcclSettings())
+        try:
+            joining = launcher.connect(command.unique_id, 1, peer_device_uuid=command.peer_uuid, name="the receiver")
+            comm = joining.result(WAIT_S)
+            sends = [(data.data_ptr(), command.nbytes)]
+            sent = [comm.exchange(sends=sends, timeout_s=WAIT_S) for _ in range(command.repeats)]
+            for each in sent:
+                each.result(WAIT_S)
+        finally:
+            launcher.close()
+
+    @property
+    def _number(self) -> int:
+        """The GPU's number in this process."""
+        return torch.device(self._device).index or 0
+
 
 def main() -> None:
     peer = Peer()
     try:
         answer_lines(
-            Init | Register | Keep | Early | Last | Share | Stream | Exit,
+            Init | Register | Keep | Early | Last | Share | Stream | Nccl | Exit,
             peer.handle,
             Exit,
         )
