@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -322,3 +323,23 @@ def test_another_layout_is_refused_by_name(pair: Any, make: Make) -> None:
     with pytest.raises(TransferError, match="1 layers here, 16 and 4 there") as caught:
         p.send_blocks("abc", FROM, other.address).wait(20)
     assert caught.value.code == "mismatch"
+
+
+def test_a_forked_child_has_no_engine(pair: Any) -> None:
+    """It is told so, and the parent's goes on."""
+    p, source, d, target = pair
+    d.receive_blocks("before", TO, timeout_s=20)
+    p.send_blocks("before", FROM, d.address).wait(20)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            d.receive_blocks("child", TO)
+        except TransferError as error:
+            status = 0 if error.code == "closed" else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    d.receive_blocks("after", FROM, timeout_s=20)
+    p.send_blocks("after", TO, d.address).wait(20)
+    assert equal(source, target)

@@ -169,3 +169,17 @@ def test_a_claimant_whose_sender_is_killed_before_it_sends(sides: Sides) -> None
     sender.kill()
     assert receiver.call("wait", what="receive asked", within_s=10)["code"] == "peer_gone"
     assert receiver.call("wait", what="receive waited", within_s=10)["code"] == "timed_out"
+
+
+def test_killed_with_a_forked_child(sides: Sides) -> None:
+    """The child has copies of the descriptors, and lives; the death is noticed at once all the same."""
+    sender = sides.start(heartbeat_s=60)
+    receiver = sides.start(heartbeat_s=60)
+    receiver.call("receive", name="t", blocks=FEW, source=address_of(sender), within_s=50)
+    eventually(lambda: len(receiver.call("stats")["stats"]["peers"]) == 1)
+    child = sender.call("fork")["pid"]
+    try:
+        sender.kill()
+        assert receiver.call("wait", what="receive t", within_s=20)["code"] == "peer_gone"
+    finally:
+        os.kill(child, signal.SIGKILL)

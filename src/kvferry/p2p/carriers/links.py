@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 from kvferry.errors import ProtocolError, ShareError
 from kvferry.p2p.carriers.link import Link
 from kvferry.p2p.carriers.runs import ByteRuns
+from kvferry.p2p.forks import tell_after_fork
 from kvferry.p2p.signal.messages import NONCE_BYTES
 
 _LOG = logging.getLogger(__name__)
@@ -86,7 +87,14 @@ class Links(Generic[S]):
     def start(self) -> None:
         self._selector.register(self._wake_fd, READ, lambda _: os.eventfd_read(self._wake_fd))
         self._selector.register(self._listener, READ, self._on_accept)
+        tell_after_fork(self)
         self._thread.start()
+
+    def after_fork(self) -> None:
+        """A forked child must not keep the connections open: their end tells peers that this process has died."""
+        self._lock = threading.Lock()
+        self._closing = True
+        self._close_sockets()
 
     def close(self) -> None:
         """End the thread and all links, after what was queued. Idempotent."""
@@ -97,11 +105,7 @@ class Links(Generic[S]):
             os.eventfd_write(self._wake_fd, 1)
         if self._thread.is_alive():
             self._thread.join(_END_S)
-        for coming in [*self._strangers, *self._coming.values()]:
-            coming.socket.close()
-        for link in self._links.values():
-            link.socket.close()
-        self._listener.close()
+        self._close_sockets()
         self._selector.close()
         os.close(self._wake_fd)
 
@@ -145,6 +149,13 @@ class Links(Generic[S]):
         """Write nothing of a transfer any more, and then call `then`, in any case."""
         self.call(partial(self._with_link, session, lambda link: link.stop_landing(number)))
         self.call(then)
+
+    def _close_sockets(self) -> None:
+        for coming in [*self._strangers, *self._coming.values()]:
+            coming.socket.close()
+        for link in list(self._links.values()):
+            link.socket.close()
+        self._listener.close()
 
     def _run(self) -> None:
         while not self._closing:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import zmq
 
 from kvferry.errors import DeadlineError, TransferError
+from kvferry.p2p.forks import tell_after_fork
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAIT_S = 0.5
@@ -44,7 +45,13 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="kvferry-p2p", daemon=True)
 
     def start(self) -> None:
+        tell_after_fork(self)
         self._thread.start()
+
+    def after_fork(self) -> None:
+        """In a forked child there is no thread: the engine is closed there."""
+        self._lock = threading.RLock()
+        self._closing = True
 
     def watch(self, sock: zmq.Socket[bytes], on_readable: Call) -> None:
         """Call `on_readable` whenever there is a message."""
