@@ -193,6 +193,30 @@ def test_a_cancelled_copy_ends_between_its_steps_with_nothing_in_flight() -> Non
     assert copies.device.steps_taken == [1, 2, 2, 2, 2]
 
 
+def test_a_cancelled_copy_that_is_ready_does_not_wait_for_its_turn() -> None:
+    copies = started(task(1), task(2), task(3))
+    copies.cancel(2)
+    copies.poll()
+    assert [(done.job_id, done.failure and done.failure.code) for done in copies.done] == [(2, "cancelled")]
+    assert copies.device.in_flight == {1}
+    while copies.wait_s is not None:
+        copies.poll()
+        copies.take_step()
+    assert copies.device.steps_taken == [1, 1, 1, 1, 3, 3, 3, 3]
+
+
+def test_what_is_ready_of_a_cache_that_ends_is_ended_all_of_it() -> None:
+    copies = started()
+    cache = cast(Cache, copies._caches[1])
+    cache.events.done.update((1, 2))
+    copies.add(task(1))
+    copies.add(task(2, direction=Direction.SCATTER))
+    copies.end_cache(1)
+    copies.poll()
+    assert [done.job_id for done in copies.done] == [1, 2]
+    assert copies.wait_s is None
+
+
 def test_a_cache_is_dropped_with_nothing_in_flight() -> None:
     copies = started(task(1), task(2), task(3, direction=Direction.SCATTER))
     assert copies.device.in_flight == {1, 3}

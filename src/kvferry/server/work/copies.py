@@ -32,7 +32,7 @@ _WINDOW = 8  # how many of a turn may be asked at once, those that have waited l
 _CANCELLED = Failure("cancelled", "the job was cancelled; nothing of it is in flight")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Copy:
     """A copy on its way: chunks before `next_chunk` are whole."""
 
@@ -125,6 +125,8 @@ class CopyQueue:
 
         An engine may have many jobs behind an event that never comes, and others' copies must not wait for its polls.
         """
+        if self._cancelled or self._ended:
+            self._end_unbegun()
         if not self._waiting:
             return
         now = time.monotonic()
@@ -134,6 +136,18 @@ class CopyQueue:
         for turn in list(self._waiting):
             self._poll_turn(turn, now, all_limits=all_limits)
         self._poll_s = min(self._poll_s * 2, _LAST_POLL_S)
+
+    def _end_unbegun(self) -> None:
+        """End what is ready and was cancelled, but for copies that are under way: these end in their next step."""
+        for turn, copies in list(self._ready.items()):
+            run = self._running.get(turn[1])
+            begun = copies[0] if run is not None and run.turn == turn else None
+            ended = [copy for copy in copies if copy is not begun and self._is_cancelled(copy)]
+            for copy in ended:
+                copies.remove(copy)
+                self._end(copy, _CANCELLED)
+            if not copies:
+                del self._ready[turn]
 
     def _poll_turn(self, turn: tuple[int, Direction], now: float, *, all_limits: bool) -> None:
         """Ask the events of the first in a turn, and look at the time limits of the others, too, with `all_limits`."""
