@@ -70,6 +70,19 @@ def test_silence_ends_by_the_deadline_and_the_late_answer_is_dropped(server: Ser
         assert talk.receive(Pong, 5) == Pong(talk.seq)
 
 
+def test_a_server_that_does_not_read_is_told_before_anybody_has_to_wait(server: Server, link: Link) -> None:
+    num_sent = 0
+    while not link.congested:
+        link.send(Ping(num_sent), 0.0)  # never waits while it is not congested
+        num_sent += 1
+        assert num_sent < 1 << 20
+    assert server.peer is not None
+    server.peer.settimeout(10)
+    while link.congested:
+        server.peer.recv(1 << 16)
+    assert num_sent > 100
+
+
 def test_answers_that_do_not_fit(server: Server, link: Link) -> None:
     assert server.peer is not None
     with link.conversation() as talk:

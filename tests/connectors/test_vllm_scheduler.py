@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from connectors.vllm_doubles import Output, Request, Scene
+from connectors.vllm_doubles import Cached, Output, Request, Scene
 from kvferry.connectors.vllm.keys import NotExpressible
 from kvferry.connectors.vllm.plans import WorkReport
 from kvferry.layout import KeyContext
@@ -219,3 +221,34 @@ def test_after_a_reset_all_keys_are_new() -> None:
     assert after.salt
     scene.side.allocated(prompt, list(range(1, 17)), 127)
     assert not scene.side.reset()  # what is being loaded would be of before
+
+
+def test_what_was_computed_before_a_reset_is_never_stored_after_it() -> None:
+    scene, prompt = Scene(), request(256)
+    scene.side.matched(prompt, 0)
+    scene.side.allocated(prompt, [], 0)
+    assert len(scene.first_step(prompt, scheduled=96, blocks=range(1, 13)).stores) == 1
+    assert scene.side.reset()
+    assert scene.next_step(prompt, computed=96, scheduled=96, new_blocks=range(13, 25)).stores == ()
+    resumed = Cached([prompt.request_id], [(list(range(30, 62)),)], [0], {prompt.request_id})
+    stored = scene.side.plan(Output([], resumed, {prompt.request_id: 256})).stores
+    assert [(each.start_token, each.context.salt != "") for each in stored] == [(0, True)]
+
+
+def test_a_session_that_goes_on_with_a_picture_has_other_keys() -> None:
+    scene = Scene()
+    scene.side._context_of = lambda request, epoch: KeyContext(
+        multimodal=tuple(feature.identifier for feature in request.mm_features)
+    )
+    prompt = request(64)
+    scene.side.matched(prompt, 0)
+    scene.side.allocated(prompt, [], 0)
+    assert scene.first_step(prompt, scheduled=64, blocks=range(8)).stores[0].context == KeyContext()
+    prompt.mm_features.append(SimpleNamespace(identifier="cat"))
+    assert prompt.prompt_token_ids is not None
+    prompt.prompt_token_ids += [7] * 64
+    (store,) = scene.first_step(prompt, computed=64, scheduled=64, blocks=range(16)).stores
+    assert store.context == KeyContext(multimodal=("cat",))
+    assert store.start_token == 0
+    scene.side.matched(prompt, 0)
+    assert scene.server.asked[-1][2] == store.context

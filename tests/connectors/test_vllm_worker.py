@@ -3,47 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from connectors.vllm_doubles import Clock
-from kvferry.client import Job, RetrieveResult, StoreResult
+from connectors.vllm_doubles import Client, Clock
 from kvferry.connectors.vllm.plans import JobEnd, LoadPlan, StepPlan, StorePlan
 from kvferry.connectors.vllm.worker import GRACE_S, MAX_JOBS, MAX_STORES, WorkerSide
-from kvferry.errors import KVFerryError, RequestError, ServerGoneError
+from kvferry.errors import RequestError, ServerGoneError
 from kvferry.layout import KeyContext
 from kvferry.protocol.messages import Error, Retrieved, Stored
-
-
-class Client:
-    """Hands out real jobs, which the test ends."""
-
-    def __init__(self) -> None:
-        self.jobs: list[Job[Any]] = []
-        self.cancelled = 0
-        self.error: KVFerryError | None = None
-        self.closed = False
-
-    def retrieve(self, lease_id: int, block_ids: Sequence[int], skip: int, *, timeout_s: float) -> Job[RetrieveResult]:
-        return self._add(Job(block_ids[skip // 8 :], Retrieved))
-
-    def store(self, tokens: Any, block_ids: Sequence[int], start: int, *, context: KeyContext) -> Job[StoreResult]:
-        return self._add(Job(block_ids, Stored))
-
-    def close(self) -> None:
-        self.closed = True
-
-    def _add(self, job: Job[Any]) -> Job[Any]:
-        if self.error is not None:
-            raise self.error
-        job.bind(self._count_cancel)
-        self.jobs.append(job)
-        return job
-
-    def _count_cancel(self) -> None:
-        self.cancelled += 1
 
 
 @pytest.fixture
@@ -103,8 +72,8 @@ def test_exactly_the_failed_blocks_are_named(client: Client, make: Make) -> None
     assert report.ended == {1: JobEnd(1, True)}
 
 
-@pytest.mark.parametrize("error", [ServerGoneError("gone"), RequestError("lease", "overdue")])
-def test_what_cannot_begin_has_failed(client: Client, make: Make, error: KVFerryError) -> None:
+@pytest.mark.parametrize("error", [ServerGoneError("gone"), RequestError("lease", "overdue"), ValueError("too long")])
+def test_what_cannot_begin_has_failed(client: Client, make: Make, error: Exception) -> None:
     worker = make()
     client.error = error
     worker.start_loads(load())
@@ -284,3 +253,24 @@ def test_each_kind_of_failure_is_logged_once_until_it_is_over(
     client.jobs[-1].end(ServerGoneError("it went away"))
     told(worker)
     assert caplog.text.count("it went away") == 2
+
+
+def test_nothing_is_sent_to_a_server_that_does_not_read(client: Client, make: Make, clock: Clock) -> None:
+    """What waits begins when it reads again, or has failed in time; a cancel waits, too."""
+    worker = make()
+    worker.start_loads(load(1, "first"))
+    client.congested = True
+    worker.start_loads(load(2, "second", skip=3))
+    worker.start_stores(store(3))
+    assert len(client.jobs) == 1
+    clock.now += 5 + GRACE_S + 0.5
+    assert told(worker) == ({"second"}, {13})
+    assert client.cancelled == 0
+    report = worker.take_report()
+    assert report is not None
+    assert report.ended == {2: JobEnd(1, True), 3: JobEnd(1, True)}
+    client.congested = False
+    told(worker)
+    assert client.cancelled == 1
+    worker.start_stores(store(4))
+    assert len(client.jobs) == 2

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvferry.client import Lookup
+from kvferry.client import Job, Lookup, RetrieveResult, StoreResult
 from kvferry.connectors.vllm.plans import StepPlan, WorkReport
 from kvferry.connectors.vllm.scheduler import SchedulerRules, SchedulerSide
 from kvferry.layout import KeyContext
+from kvferry.protocol.messages import Retrieved, Stored
 
 
 @dataclass
@@ -124,6 +125,36 @@ class Server:
 
     def close(self) -> None:
         self.usable = False
+
+
+class Client:
+    """Hands out real jobs, which the test ends."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job[Any]] = []
+        self.cancelled = 0
+        self.error: Exception | None = None
+        self.closed = False
+        self.congested = False
+
+    def retrieve(self, lease_id: int, block_ids: Sequence[int], skip: int, *, timeout_s: float) -> Job[RetrieveResult]:
+        return self._add(Job(block_ids[skip // 8 :], Retrieved))
+
+    def store(self, tokens: Any, block_ids: Sequence[int], start: int, *, context: KeyContext) -> Job[StoreResult]:
+        return self._add(Job(block_ids, Stored))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _add(self, job: Job[Any]) -> Job[Any]:
+        if self.error is not None:
+            raise self.error
+        job.bind(self._count_cancel)
+        self.jobs.append(job)
+        return job
+
+    def _count_cancel(self) -> None:
+        self.cancelled += 1
 
 
 class Clock:

@@ -23,8 +23,6 @@ from kvferry.protocol.auth import Token
 from kvferry.protocol.messages import Message, Pong, StatsReply
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
     from typing_extensions import Self
 
@@ -84,6 +82,11 @@ class CacheClient:
     def connected(self) -> bool:
         """Whether there is a server now, and it knows what was registered."""
         return self._connection.connected
+
+    @property
+    def congested(self) -> bool:
+        """Whether a call would have to wait even to be sent, since the server does not read; False without one."""
+        return self._connection.congested
 
     @property
     def incarnation(self) -> bytes:
@@ -277,9 +280,7 @@ class CacheClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -293,7 +294,4 @@ class CacheClient:
 
     def _call(self, make: Callable[[int], Message], kind: type[_R]) -> _R:
         """A call that is of no use without a server."""
-        link = self._connection.link()
-        if link is None:
-            raise self._connection.gone()
-        return link.call(make, kind, self._timeout_s)
+        return self._connection.needed_link().call(make, kind, self._timeout_s)

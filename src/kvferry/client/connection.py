@@ -90,6 +90,12 @@ class Connection:
         return link is not None and link.usable
 
     @property
+    def congested(self) -> bool:
+        """Whether there is a server that does not read what it was sent."""
+        link = self._link
+        return link is not None and link.congested
+
+    @property
     def closed(self) -> bool:
         """Whether it was closed, or belongs to another process."""
         return self._forked or self._closing.is_set()
@@ -106,6 +112,13 @@ class Connection:
         self.check()
         link = self._link
         return link if link is not None and link.usable else None
+
+    def needed_link(self) -> Link:
+        """The link. Raises ServerGoneError where there is none."""
+        link = self.link()
+        if link is None:
+            raise self.gone()
+        return link
 
     def gone(self) -> ServerGoneError:
         """Why there is no link now."""

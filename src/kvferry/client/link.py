@@ -83,6 +83,16 @@ class Link:
         """Whether calls can still be made."""
         return not self._forked and not self._ended
 
+    @property
+    def congested(self) -> bool:
+        """Whether a frame might have to wait before it is sent: the server does not read what it was sent before."""
+        poller = select.poll()
+        with self._fd_lock:
+            if not self.usable or self._socket.fileno() < 0:
+                return False
+            poller.register(self._socket, select.POLLOUT)
+            return not poller.poll(0)
+
     def gone(self) -> ServerGoneError:
         """What calls raise that can no longer be made."""
         return ServerGoneError(self._ended)

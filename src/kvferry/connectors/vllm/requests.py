@@ -18,7 +18,8 @@ class RequestState:
 
     `name` is what the server calls it. Tokens: `local_tokens` are in the engine's own prefix cache as of the last
     query, `stored_tokens` are stored or being stored. `answer` is that to the question `asked` (tokens of the request,
-    `local_tokens`). `ask_again_s` and `give_up_s` bound the wait for lower tiers.
+    `local_tokens`). `ask_again_s` and `give_up_s` bound the wait for lower tiers. `context` knows of `num_inputs`
+    multimodal inputs. What was computed before a reset is `stale`.
     """
 
     request: Any
@@ -36,7 +37,14 @@ class RequestState:
     answer: int | None = 0
     ask_again_s: float = 0.0
     give_up_s: float | None = None
+    num_inputs: int = 0
+    stale: bool = False
     _prompt: array[int] = field(default_factory=lambda: array("i"))
+
+    def inputs_changed(self) -> bool:
+        """Whether a session has gone on with other multimodal inputs since the last time this was asked."""
+        before, self.num_inputs = self.num_inputs, len(getattr(self.request, "mm_features", None) or ())
+        return self.num_inputs != before
 
     def tokens(self, count: int) -> array[int]:
         """The first `count` token ids, all of them known ones."""

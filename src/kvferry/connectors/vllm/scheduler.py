@@ -70,6 +70,7 @@ class SchedulerSide:
         None: ask later. Changes nothing but which lease the request has.
         """
         state, now = self._state(request), self._clock()
+        self._renew_if_changed(state)
         if state.loading or now < state.ask_again_s:
             return None, False
         question = (request.num_tokens, local_tokens)
@@ -146,9 +147,8 @@ class SchedulerSide:
             return False
         self._epoch = secrets.token_hex(16)
         for state in self._states.values():
-            self._give_back(state)
-            state.context = self._context(state.request)
-            state.stored_tokens, state.asked = 0, None
+            self._renew(state)
+            state.stale = bool(state.blocks)
         return True
 
     def close(self) -> None:
@@ -159,8 +159,20 @@ class SchedulerSide:
         state = self._states.get(request.request_id)
         if state is None:
             state = RequestState(request, f"request-{next(self._names)}", self._context(request))
+            state.inputs_changed()
             self._states[request.request_id] = state
         return state
+
+    def _renew_if_changed(self, state: RequestState) -> None:
+        """vLLM's sessions go on in the same request, with pictures of their own: all keys are others then."""
+        if state.inputs_changed():
+            self._renew(state)
+
+    def _renew(self, state: RequestState) -> None:
+        """Its keys are others from here on."""
+        self._give_back(state)
+        state.context = self._context(state.request)
+        state.stored_tokens, state.asked = 0, None
 
     def _context(self, request: Any) -> KeyContext | None:
         try:
@@ -253,6 +265,7 @@ class SchedulerSide:
         state = self._states.get(request_id)
         if state is not None:
             state.blocks = list(groups[0]) if groups else []
+            state.stale = False  # all of it is computed anew
 
     def _add_blocks(self, request_id: str, groups: Sequence[Iterable[int]]) -> None:
         state = self._states.get(request_id)
@@ -262,7 +275,8 @@ class SchedulerSide:
     def _store(self, request_id: str, state: RequestState, computed_tokens: int) -> StorePlan | None:
         """Store the chunks that are whole after this step, where any are new."""
         rules = self._rules
-        if not rules.stores or state.context is None or not state.stores_allowed:
+        self._renew_if_changed(state)
+        if not rules.stores or state.context is None or not state.stores_allowed or state.stale:
             return None
         committed = state.committed_tokens(computed_tokens, generated=rules.store_generated)
         until = whole_chunks(committed, rules.chunk_tokens)

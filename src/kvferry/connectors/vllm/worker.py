@@ -129,11 +129,17 @@ class WorkerSide:
         return len(self._loads) + len(self._stores)
 
     def _begin(self) -> None:
-        """Begin what waits, as far as there is room."""
-        while self._loads_to_begin and self._num_jobs < MAX_JOBS:
+        """Begin what waits, as far as there is room, and the server reads what it is sent."""
+        while self._loads_to_begin and self._num_jobs < MAX_JOBS and self._can_send():
             self._begin_load(self._loads_to_begin.popleft()[1])
         while self._stores_to_begin and self._num_jobs < MAX_JOBS and len(self._stores) < MAX_STORES:
+            if not self._can_send():
+                return
             self._begin_store(self._stores_to_begin.popleft()[1])
+
+    def _can_send(self) -> bool:
+        """Whether a job would be sent at once, or fail at once. A hung server would keep vLLM's thread else."""
+        return self._client is None or not self._client.congested
 
     def _begin_load(self, load: LoadPlan) -> None:
         try:
@@ -141,8 +147,8 @@ class WorkerSide:
                 raise RequestError("lease", "vLLM loads other tokens than were promised")
             skip_tokens = load.skip_blocks * load.block_size
             job = self._connected().retrieve(load.lease_id, load.block_ids, skip_tokens, timeout_s=self._load_timeout_s)
-        except KVFerryError as error:
-            self._fail_load(load, error, load.target_ids)
+        except (KVFerryError, ValueError) as error:
+            self._fail_load(load, _as_ours(error), load.target_ids)
         else:
             self._loads.append(_Load(load, job, self._clock()))
 
@@ -150,8 +156,8 @@ class WorkerSide:
         tokens = np.frombuffer(store.tokens, dtype="<i4")
         try:
             job = self._connected().store(tokens, store.block_ids, store.start_token, context=store.context)
-        except KVFerryError as error:
-            self._fail_store(store, error)
+        except (KVFerryError, ValueError) as error:
+            self._fail_store(store, _as_ours(error))
         else:
             self._stores.append(_Store(store, job))
 
@@ -178,7 +184,7 @@ class WorkerSide:
         """Whether the load's job has ended; a load that takes too long is stopped."""
         job, age_s = load.job, self._clock() - load.begun_s
         if not job.done():
-            if age_s > self._load_timeout_s + GRACE_S and not load.cancelled:
+            if age_s > self._load_timeout_s + GRACE_S and not load.cancelled and self._can_send():
                 load.cancelled = True
                 with contextlib.suppress(KVFerryError):
                     job.cancel(timeout_s=0.0)
@@ -245,3 +251,8 @@ class WorkerSide:
         if kind not in self._told:
             self._told.add(kind)
             _LOG.warning("%s failed, so its tokens are computed, or not kept: %s", what, error)
+
+
+def _as_ours(error: KVFerryError | ValueError) -> KVFerryError:
+    """What no server would take, such as the keys of a prompt of millions of tokens, fails that job alone."""
+    return error if isinstance(error, KVFerryError) else RequestError("job", str(error))
