@@ -22,7 +22,7 @@ from kvferry.cli.memory_back import find_held, measure_memory_back
 from kvferry.reference import EngineConfig, EngineProcess, ModelConfig, PagedConfig
 from kvferry.reference.worker import Generate, Init, Prefill, Store
 
-__all__ = ["DemoConfig", "DemoResult", "run_demo"]
+__all__ = ["DemoConfig", "DemoResult", "Say", "run_demo"]
 
 HOST_MODEL = ModelConfig(num_layers=6, hidden_size=512, num_heads=8, num_kv_heads=4, ffn_size=1024)
 CUDA_MODEL = ModelConfig(num_layers=16, hidden_size=2048, num_heads=16, num_kv_heads=8, ffn_size=5632)
@@ -182,8 +182,4 @@ def _run_engine_b(config: DemoConfig, url: str, prompt: list[int], other: list[i
 
 def _pool_bytes(config: DemoConfig) -> int:
     """Room in the server for both prompts, and half as much again."""
-    engine = config.engine()
-    token_bytes = (
-        2 * engine.model.num_layers * engine.model.num_kv_heads * engine.model.head_dim * engine.dtype.itemsize
-    )
-    return 3 * config.prompt_tokens * token_bytes + (64 << 20)
+    return 3 * config.prompt_tokens * config.engine().token_bytes + (64 << 20)

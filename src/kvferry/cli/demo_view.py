@@ -11,7 +11,7 @@ from rich.table import Table
 from kvferry.cli.demo import DemoResult
 from kvferry.cli.sizes import format_bytes
 
-__all__ = ["show_result", "show_steps"]
+__all__ = ["show_end", "show_result", "show_steps"]
 
 
 @contextlib.contextmanager
@@ -51,6 +51,11 @@ def show_result(console: Console, result: DemoResult) -> None:
             f"Engine A was killed with {format_bytes(result.memory_back_bytes)} in use; "
             f"they were free again {result.memory_back_ms:.1f} ms later."
         )
-    for text in result.broken_promises():
+    show_end(console, result.broken_promises(), result.seconds)
+
+
+def show_end(console: Console, broken_promises: list[str], seconds: float) -> None:
+    """What did not hold, and how long all took."""
+    for text in broken_promises:
         console.print(f"[bold red]BROKEN:[/] {text}")
-    console.print(f"{result.seconds:.1f} s in all.")
+    console.print(f"{seconds:.1f} s in all.")

@@ -12,9 +12,9 @@ import logging
 import os
 import pathlib
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -29,6 +29,10 @@ from kvferry.errors import KVFerryError
 
 if TYPE_CHECKING:
     from kvferry.cli.bench_report import Result
+    from kvferry.cli.demo import DemoResult, Say
+    from kvferry.cli.demo_p2p import P2pDemoResult
+
+    AnyResult = TypeVar("AnyResult", DemoResult, P2pDemoResult)
 
 __all__ = ["app", "main"]
 
@@ -48,6 +52,15 @@ class Device(str, Enum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+
+class Carrier(str, Enum):
+    """What moves KV from engine to engine."""
+
+    auto = "auto"
+    ipc = "ipc"
+    nccl = "nccl"
+    host = "host"
 
 
 DeviceOption = Annotated[
@@ -108,22 +121,43 @@ def demo(
     device: DeviceOption = Device.auto,
     prompt_tokens: Annotated[int, typer.Option(min=0, help="Length of the prompt; 0: as suits the device.")] = 0,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 24,
+    p2p: Annotated[
+        bool, typer.Option("--p2p", help="Instead: KV from a prefill engine straight into a decode engine.")
+    ] = False,
+    carrier: Annotated[
+        Carrier, typer.Option(help="With --p2p, what moves the KV; auto: the best that there is.")
+    ] = Carrier.auto,
     as_json: JsonOption = False,
 ) -> None:
     """Show the main job: a killed engine's KV, reused by another engine, gives the same tokens sooner."""
     from kvferry.cli.demo import DemoConfig, run_demo
-    from kvferry.cli.demo_view import show_result, show_steps
+    from kvferry.cli.demo_view import show_result
 
+    if carrier is not Carrier.auto and not p2p:
+        raise typer.BadParameter("it goes with --p2p", param_hint="--carrier")
     config = DemoConfig(device=device.value, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    if p2p:
+        from kvferry.cli.demo_p2p import run_demo_p2p
+        from kvferry.cli.demo_p2p_view import show_p2p_result
+
+        _show(lambda say: run_demo_p2p(config, carrier.value, say), show_p2p_result, as_json=as_json)
+    else:
+        _show(lambda say: run_demo(config, say), show_result, as_json=as_json)
+
+
+def _show(run: Callable[[Say], AnyResult], show: Callable[[Console, AnyResult], None], *, as_json: bool) -> NoReturn:
+    """Run a demo, show what came of it, and end with 1 where a promise did not hold."""
+    from kvferry.cli.demo_view import show_steps
+
     with _ended_by_sigterm():
         if as_json:
-            result = run_demo(config, lambda _: None)
+            result = run(lambda _: None)
             typer.echo(json.dumps(dataclasses.asdict(result)))
         else:
             console = Console()
             with show_steps(console) as say:
-                result = run_demo(config, say)
-            show_result(console, result)
+                result = run(say)
+            show(console, result)
     raise typer.Exit(1 if result.broken_promises() else 0)
 
 
@@ -176,7 +210,7 @@ def bench_store(
 @bench.command("p2p")
 def bench_p2p(
     carrier: Annotated[
-        str, typer.Option(help="What moves the bytes: ipc, or host (sockets, host memory only).")
+        str, typer.Option(help="What moves the bytes: ipc, nccl (two GPUs) or host (sockets).")
     ] = "ipc",
     device: DeviceOption = Device.auto,
     size: Annotated[list[str], typer.Option(help="KV to send, e.g. 512MiB; may be given again.")] = [],  # noqa: B006  typer copies it

@@ -10,17 +10,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kvferry.client import CacheClient, Job, RetrieveResult
 from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.layout import chunk_tokens_for
-from kvferry.reference.model import Model, ModelConfig
+from kvferry.reference.model import Attend, Model, ModelConfig
 from kvferry.reference.paged import BlockPool, PagedCache, PagedConfig
 
-__all__ = ["EngineConfig", "Generation", "ReferenceEngine", "Request"]
+__all__ = ["KV_FORMAT", "EngineConfig", "Generation", "ReferenceEngine", "Request"]
 
 KV_FORMAT = "vllm_flash_attention"
 
@@ -42,6 +42,12 @@ class EngineConfig:
     @property
     def chunk_tokens(self) -> int:
         return chunk_tokens_for(self.paged.block_size)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's KV over all layers."""
+        model = self.model
+        return 2 * model.num_layers * model.num_kv_heads * model.head_dim * self.dtype.itemsize
 
 
 @dataclasses.dataclass
@@ -118,8 +124,11 @@ class ReferenceEngine:
         return promise.tokens
 
     @torch.inference_mode()
-    def prefill(self, request: Request) -> torch.Tensor:
-        """Compute what has no KV yet; float32 logits [vocab_size] after the last token."""
+    def prefill(self, request: Request, layer_ready: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Compute what has no KV yet; float32 logits [vocab_size] after the last token.
+
+        `layer_ready` is told of each layer once the KV of all tokens is in it, or queued on the current CUDA stream.
+        """
         chunk = self.config.chunk_tokens
         if request.computed % chunk or request.computed >= len(request.tokens):
             raise ValueError(
@@ -127,8 +136,8 @@ class ReferenceEngine:
                 f"and computes at least the last token"
             )
         while True:
-            count = min(chunk, len(request.tokens) - request.computed)
-            logits = self._step(request, count)
+            left = len(request.tokens) - request.computed
+            logits = self._step(request, min(chunk, left), layer_ready if left <= chunk else None)
             if request.computed == len(request.tokens):
                 return logits
 
@@ -165,18 +174,22 @@ class ReferenceEngine:
         store: bool = False,
     ) -> Generation:
         """Serve one prompt from start to end: reuse what is stored, compute the rest, decode greedily, maybe store."""
-        started = time.perf_counter()
+        started = time.monotonic()
         request = self.open(tokens, max_new_tokens)
         try:
             reused, failure = self._try_reuse(request, kv_of) if reuse else (0, None)
-            first = _greedy(self.prefill(request))
-            ttft_ms = (time.perf_counter() - started) * 1e3
-            produced = self.decode(request, first, max_new_tokens)
+            produced, first_at = self.answer(request, max_new_tokens)
             if store:
                 self.store(request, len(tokens))
-            return Generation(produced, reused, ttft_ms, failure)
+            return Generation(produced, reused, (first_at - started) * 1e3, failure)
         finally:
             self.close(request)
+
+    def answer(self, request: Request, max_new_tokens: int) -> tuple[list[int], float]:
+        """Compute what has no KV yet, decode greedily; the tokens, and when (monotonic) the first was on the host."""
+        first = _greedy(self.prefill(request))
+        first_at = time.monotonic()
+        return self.decode(request, first, max_new_tokens), first_at
 
     def _try_reuse(self, request: Request, kv_of: Sequence[int] | None) -> tuple[int, str | None]:
         """Reuse, or the reason why not: a cache that cannot deliver costs time, never a request."""
@@ -203,10 +216,11 @@ class ReferenceEngine:
             if stopped:
                 raise
 
-    def _step(self, request: Request, count: int) -> torch.Tensor:
+    def _step(self, request: Request, count: int, layer_ready: Callable[[int], None] | None = None) -> torch.Tensor:
         start = request.computed
         tokens = torch.tensor(request.tokens[start : start + count], device=self.device)
-        logits = self.model.step(tokens, start, self.cache.attend(request.blocks, start, count))
+        attend = self.cache.attend(request.blocks, start, count)
+        logits = self.model.step(tokens, start, attend if layer_ready is None else _telling(attend, layer_ready))
         request.computed = start + count
         return logits
 
@@ -214,6 +228,15 @@ class ReferenceEngine:
         if self._client is None:
             raise ValueError("this engine has no cache server; call connect() first")
         return self._client
+
+
+def _telling(attend: Attend, layer_ready: Callable[[int], None]) -> Attend:
+    def attend_layer(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mixed = attend(layer, q, k, v)
+        layer_ready(layer)
+        return mixed
+
+    return attend_layer
 
 
 def _greedy(logits: torch.Tensor) -> int:
