@@ -109,9 +109,8 @@ class Core:
 
     def reject(self, transfer_id: str, part: int, address: str | None) -> None:
         """Nobody will take what comes under an id; a sender at an address is told."""
-        self.incoming.cancel(
-            InKey(transfer_id, part), TransferError("rejected", f"{transfer_id!r} is not wanted"), self._now
-        )
+        error = TransferError("rejected", f"{transfer_id!r} is not wanted")
+        self.incoming.cancel(InKey(transfer_id, part), error, self._now)
         if address is not None:
             self._tell_when_up(self.sessions.open(address), Reject(transfer_id=transfer_id, part=part))
 
@@ -288,6 +287,8 @@ class Core:
     def _sent(self, number: int, error: TransferError | None, done: Callable[[TransferError | None], None]) -> None:
         self._sources.pop(number, None)
         self.counters["sent" if error is None else f"not_sent_{error.code}"] += 1
+        if error is not None:
+            _LOG.warning("transfer number %d was not sent: %s", number, error)
         done(error)
 
     def _tell_when_up(self, session: Session, message: Ask | Reject) -> None:

@@ -40,6 +40,7 @@ class Loop:
         # The wake-up's number is nobody else's while it is written to. A finaliser may post in the midst of a post.
         self._lock = threading.RLock()
         self._closing = False
+        self._next_at = 0.0
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, name="kvferry-p2p", daemon=True)
@@ -101,11 +102,16 @@ class Loop:
                     _guarded(self._watched[ready])
             while self._inbox:
                 _guarded(self._inbox.popleft())
-            now = time.monotonic()
-            wait_s = min(max(self._on_tick(now) - now, _MIN_WAIT_S), _MAX_WAIT_S)
+            _guarded(self._tick)
+            wait_s = min(max(self._next_at - time.monotonic(), _MIN_WAIT_S), _MAX_WAIT_S)
         while self._inbox:
             _guarded(self._inbox.popleft())
         _guarded(self._on_end)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._next_at = now + _MAX_WAIT_S
+        self._next_at = self._on_tick(now)
 
 
 def _guarded(call: Call) -> None:

@@ -31,6 +31,7 @@ Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 TransferId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Word = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=2048)]
+Address = Annotated[str, Meta(max_length=300)]
 MAX_BLOCK_IDS = 32 << 10
 BlockIds = Annotated[bytes, Meta(max_length=4 * MAX_BLOCK_IDS)]  # a little-endian int32 a block
 
@@ -76,7 +77,7 @@ class Geometry(msgspec.Struct, frozen=True):
 class About(msgspec.Struct, frozen=True, kw_only=True):
     """Who an engine is. `address` is what it says of itself, for people; `ipc_path` where peers on its host come."""
 
-    address: Text
+    address: Address
     host_id: Word
     device_uuid: Word
     tp_rank: Count
