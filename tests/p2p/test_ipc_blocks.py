@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvferry.errors import LayoutError, TransferError
+from kvferry.errors import DeadlineError, LayoutError, TransferError
 from kvferry.p2p import P2pNcclEngine
 from p2p.conftest import Make
 from p2p.p2p_side import make_caches
@@ -123,6 +123,44 @@ def test_a_claim_that_is_cancelled_before_anything_is_ready(pair: Any) -> None:
     sending.layer_ready(1)
     send(p, d, "next")
     assert equal(source, target)
+
+
+class Later:
+    """An event that is done when the test says so."""
+
+    reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+
+def test_what_is_queued_on_a_stream_is_waited_for(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the sender's blocks, and by those that they land in; a claim that is cancelled before that ends, too."""
+    p, source, d, target = pair
+    before = {name: cache.clone() for name, cache in target.items()}
+    send(p, d, "warm")
+    theirs, own = Later(), Later()
+    monkeypatch.setattr("kvferry.p2p.engine.mark", lambda _: own)
+    receiving = d.receive_blocks("abc", TO, timeout_s=20)
+    given_up = d.receive_blocks("never", [3], timeout_s=20)
+    given_up.cancel()
+    monkeypatch.setattr("kvferry.p2p.engine.mark", lambda _: theirs)
+    for name, cache in target.items():
+        cache.copy_(before[name])
+    sending = p.send_blocks("abc", FROM, d.address, layer_wise=True)
+    for layer in range(4):
+        sending.layer_ready(layer)
+    for event in (theirs, own):
+        with pytest.raises(DeadlineError):
+            receiving.wait(0.2)
+        assert all(torch.equal(target[name], before[name]) for name in target)
+        event.reached = True
+    receiving.wait(20)
+    sending.wait(20)
+    assert equal(source, target)
+    with pytest.raises(TransferError) as caught:
+        given_up.wait(20)
+    assert caught.value.code == "cancelled"
 
 
 def test_ranks_of_different_sizes(make: Make) -> None:

@@ -20,7 +20,7 @@ from kvferry.copy.streaming import StreamingCopy
 from kvferry.cuda.device import bound
 from kvferry.cuda.driver import Driver
 from kvferry.cuda.nvrtc import Function, Module, compile_ptx
-from kvferry.cuda.stream import Event, Stream
+from kvferry.cuda.stream import Event, Stream, beside_captures
 
 _FIRST_TABLE_BYTES = 64 << 10
 _BATCH_ROWS = 256  # a call with more of them is slower
@@ -70,7 +70,8 @@ class CudaPairCopier(PairCopier):
 
     A kernel of at most `max_ctas` blocks of 512 threads copies; it runs on the GPU that is written. Where the source
     lies on the same GPU the copy engine does it, if it can: a kernel would have to take turns with those of the other
-    process. One stream; what ran before on the memory in other streams has to be done before `submit`.
+    process. One stream; what ran before on the memory in other streams has to be done before `submit`. CUDA graphs that
+    other threads capture meanwhile are not spoilt.
     """
 
     step_bytes = 64 << 20
@@ -81,7 +82,7 @@ class CudaPairCopier(PairCopier):
         self._max_ctas = max_ctas
         self._submitted = 0
         self._pieces = self._strips = np.empty((0, 5), dtype=np.int64)  # of the last step: the next often has the same
-        with ExitStack() as undo:
+        with beside_captures(device), ExitStack() as undo:
             module = undo.enter_context(Module(compile_ptx(SOURCE.read_text(), device), device))
             self._function = module.function("copy_pairs")
             self._stream = undo.enter_context(Stream(device))
@@ -95,7 +96,7 @@ class CudaPairCopier(PairCopier):
     def submit(self, pairs: BlockPairs, *, same_gpu: bool = False) -> IsDone:
         slot = self._slots[self._submitted % self.depth]
         self._submitted += 1
-        with bound(self.device) as drv:
+        with beside_captures(self.device), bound(self.device) as drv:
             columns = pairs.columns() if same_gpu and self._batches else None
             if columns is not None and columns[2].mean() >= MIN_RUN_BYTES:
                 self._batch(drv, columns)
@@ -108,7 +109,8 @@ class CudaPairCopier(PairCopier):
         """Give everything back, once nothing is under way; idempotent."""
         undo, self._undo = self._undo, None
         if undo is not None:
-            undo.close()
+            with beside_captures(self.device):
+                undo.close()
 
     def __enter__(self) -> CudaPairCopier:
         return self
@@ -188,7 +190,7 @@ def _nothing() -> BlockPairs:
 
 
 def _reached(device: int, event: int) -> bool:
-    with bound(device) as drv:
+    with beside_captures(device), bound(device) as drv:
         return drv.event_query(event)
 
 

@@ -6,18 +6,32 @@ from typing import Protocol
 
 import torch
 
+from kvferry.cuda.stream import beside_captures
+
 
 class Event(Protocol):
-    """A CUDA event, as torch has it."""
+    """A point in a stream."""
 
     def query(self) -> bool:
         """Whether what was queued before it is done."""
+
+
+class _Mark:
+    """An event that may be asked while another thread captures a CUDA graph."""
+
+    def __init__(self, device: int, event: Event) -> None:
+        self._device = device
+        self._event = event
+
+    def query(self) -> bool:
+        with beside_captures(self._device):
+            return self._event.query()
 
 
 def mark(device: torch.device) -> Event | None:
     """The end of what is queued on the device's current stream now; None on the host, where nothing is."""
     if device.type != "cuda":
         return None
-    event: Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))  # type: ignore[attr-defined]
-    return event
+    stream = torch.cuda.current_stream(device)
+    event: Event = stream.record_event()
+    return _Mark(stream.device_index, event)

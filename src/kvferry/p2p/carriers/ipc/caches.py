@@ -14,6 +14,7 @@ from kvferry.copy.pairs import BlockPairs
 from kvferry.cuda.device import enable_peer_access
 from kvferry.cuda.memory import let_device_reach
 from kvferry.errors import KVFerryError, LayoutError, WireError
+from kvferry.ipc.captures import beside_captures
 from kvferry.ipc.policy import wrap
 from kvferry.ipc.vmm import VmmCudaIPCWrapper
 from kvferry.ipc.wrapper import DeviceIPCWrapper
@@ -92,12 +93,12 @@ class PeerCaches:
         this engine's device.
         """
         self._check()
-        for wrapper in self.wrappers:
-            self.tensors.append(wrapper.to_tensor())
         own = self.own.device
-        if self.tensors and own is not None and not self.same_gpu:
-            for wrapper, tensor in zip(self.wrappers, self.tensors, strict=True):
-                _let_reach(own, wrapper, tensor)
+        with beside_captures(own):
+            for wrapper in self.wrappers:
+                self.tensors.append(wrapper.to_tensor())
+                if own is not None and not self.same_gpu:
+                    _let_reach(own, wrapper, self.tensors[-1])
 
     def close(self) -> None:
         """Let go of the memory; it is unmapped at once."""
