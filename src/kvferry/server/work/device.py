@@ -15,8 +15,8 @@ _POPULATE_BYTES = 8 << 20
 class Device(Protocol):
     """One device's part of the work. Made, used and closed in the worker's thread.
 
-    `step_bytes` is how much is copied at most for one cache before the next has its turn; `prepare_bytes` how much memory
-    one call of `prepare` may take. Steps of the copiers of both directions take turns.
+    `step_bytes` is how much is copied at most for one cache before the next has its turn; `prepare_bytes` how much
+    memory one call of `prepare` may take. Steps of the copiers of both directions take turns.
     """
 
     name: str
