@@ -138,10 +138,11 @@ class NcclCarrier:
 
     def session_lost(self, session: Session) -> None:
         """NCCL does not notice that a peer has died: its communicators are aborted, in the launcher's thread."""
-        ends = [self._outlets.pop(session, None), self._inlets.pop(session, None)]
-        for end in ends:
+        for end in (self._outlets.pop(session, None), self._inlets.get(session)):
             if end is not None:
                 end.end(f"{session!r} has ended")
+        for lost in [lost for lost, inlet in self._inlets.items() if inlet.ended and not inlet.writing]:
+            del self._inlets[lost]  # the others still write into somebody's blocks
 
     def close(self) -> None:
         """End the communicators and the ring. Idempotent; waits, but not without end."""

@@ -44,7 +44,8 @@ class Slots:
         if not self._held[owner]:
             del self._held[owner]
         self._free.append(slot)
-        waiting, self._waiting = self._waiting, deque()
-        for waiter in waiting:
-            waiter.pump()
+        for waiter in sorted(self._waiting, key=lambda waiter: self._held[waiter] > 0):
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)  # it comes back, behind the others, where it still wants one
+                waiter.pump()
         owner.pump()

@@ -1,0 +1,117 @@
+"""The ends of sessions and transfers of the NCCL carrier, where gathers and scatters are still under way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from kvferry.errors import TransferError
+from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
+from kvferry.p2p.carriers.nccl.inlet import Inlet
+from kvferry.p2p.carriers.nccl.outlet import Outlet, Piece
+from kvferry.p2p.carriers.nccl.ring import Part
+from kvferry.p2p.carriers.nccl.slots import Slots
+from kvferry.p2p.nccl import NcclSettings
+from kvferry.p2p.signal.messages import NcclPush
+
+
+class Told:
+    """Hears what a carrier tells, in the order in which it does."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+
+    def released(self, number: int) -> None:
+        self.said.append(("released", number))
+
+    def item_landed(self, _session: Any, number: int, item: int) -> None:
+        self.said.append(("landed", number, item))
+
+    def landing_stopped(self, _session: Any, number: int) -> None:
+        self.said.append(("stopped", number))
+
+    def carrier_failed(self, _session: Any, error: TransferError) -> None:
+        self.said.append(("failed", error.code))
+
+
+class SlowRing:
+    """Copies when it is told to."""
+
+    slot_bytes = 100
+
+    def __init__(self) -> None:
+        self.jobs: deque[Callable[[Exception | None], None]] = deque()
+
+    def gather(self, _part: Part, _slot: int, on_done: Callable[[Exception | None], None]) -> None:
+        self.jobs.append(on_done)
+
+    scatter = gather
+
+
+class NoHost:
+    """The host carrier, of which nothing is wanted but answers."""
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+
+    def stop_landing(self, session: Any, number: int) -> None:
+        self._told.landing_stopped(session, number)
+
+
+def part() -> Part:
+    nothing: Any = None
+    return Part(nothing, 0, (), 0, 100)
+
+
+def test_blocks_are_written_to_the_end_though_the_session_has_ended() -> None:
+    """Only then may they be used for something else."""
+    told, session = Told(), "session"
+    carrier: Any = NcclCarrier(NoHost(told), told, lambda *_: None, lambda call: call(), NcclSettings())  # type: ignore[arg-type]
+    ring: Any = SlowRing()
+    inlet: Any = Inlet(
+        ring,
+        Slots([1, 2]),
+        lambda _: None,
+        lambda call: call(),
+        lambda number, item: told.item_landed(session, number, item),
+        lambda number: told.landing_stopped(session, number),
+        lambda _: None,
+    )
+    carrier._inlets[session] = inlet
+    slot = inlet.slots.take(inlet)
+    inlet.writing[5] += 1
+    ring.scatter(
+        part(), slot, lambda error: inlet._scattered(NcclPush(number=5, item=0, begin=0, end=100), slot, 100, error)
+    )
+    carrier.session_lost(session)
+    carrier.stop_landing(session, 5)
+    assert told.said == []
+    carrier.stop_landing(session, 6)  # of which nothing was under way
+    assert told.said == [("stopped", 6)]
+    ring.jobs.popleft()(None)
+    assert told.said == [("stopped", 6), ("stopped", 5)]
+    carrier.session_lost("another")
+    assert carrier._inlets == {}
+
+
+def test_blocks_are_read_to_the_end_though_the_transfer_has_ended() -> None:
+    told = Told()
+    ring: Any = SlowRing()
+    comm: Any = object()
+    pushed: list[Any] = []
+    outlet = Outlet(ring, Slots([1, 2]), pushed.append, lambda call: call(), told.released, lambda _: None, comm)
+    outlet.queue.extend([Piece(5, 0, part()), Piece(6, 0, part()), Piece(5, 1, part())])
+    outlet.pump()
+    assert len(ring.jobs) == 2
+    outlet.stop(5)
+    assert told.said == []
+    ring.jobs.popleft()(None)
+    assert told.said == [("released", 5)]
+    assert [message.number for message in pushed] == [5]  # it is in a slot, so it may go
+    outlet.stop(7)  # of which nothing was ever read
+    assert told.said == [("released", 5), ("released", 7)]
+    ring.jobs.popleft()(None)
+    outlet.stop(6)
+    assert told.said[-1] == ("released", 6)
+    assert not outlet.queue
