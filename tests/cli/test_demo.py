@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 import kvferry.cli.demo
+from cli.demo_runs import COMMAND, check_nothing_survives
 from kvferry.cli.demo import DemoConfig, DemoResult
 from kvferry.cli.demo_view import show_result
 from kvferry.cli.main import app
 
-COMMAND = [sys.executable, "-m", "kvferry", "demo", "--device", "cpu", "--prompt-tokens", "200", "--new-tokens", "8"]
-# Where the tests run in the background of a shell, SIGINT is ignored, and children would inherit that.
-INTERRUPTIBLE = """
-import os, signal, sys
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
 PROMISED = {
     "tokens_equal": bool,
     "control_equal": bool,
@@ -77,24 +66,7 @@ def test_json_has_the_promised_fields_and_the_promise_holds() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_child_and_no_file_survives_an_interruption(number: signal.Signals, tmp_path: pathlib.Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTIBLE, *COMMAND],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    ) as demo:
-        try:
-            _wait_for(lambda: len(_descendants(demo.pid)) >= 2)
-            children = _descendants(demo.pid)
-            demo.send_signal(number)
-            demo.wait(20)
-        finally:
-            demo.kill()
-    assert demo.returncode != 0
-    _wait_for(lambda: not any(_alive(pid) for pid in children))
-    if number != signal.SIGKILL:
-        assert not list(tmp_path.iterdir())
+    check_nothing_survives(COMMAND, number, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,23 +104,3 @@ def test_default_sizes_suit_the_device() -> None:
     assert len(prompt) == len(other) == config.prompt_tokens
     assert prompt != other
     assert config.engine().paged.num_blocks * 16 >= 3 * config.prompt_tokens
-
-
-def _descendants(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def _alive(pid: int) -> bool:
-    """A process that is there and no zombie."""
-    with contextlib.suppress(OSError):
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
-
-
-def _wait_for(condition: Callable[[], bool], timeout_s: float = 25.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.02)
