@@ -209,9 +209,7 @@ def bench_store(
 
 @bench.command("p2p")
 def bench_p2p(
-    carrier: Annotated[
-        str, typer.Option(help="What moves the bytes: ipc, nccl (two GPUs) or host (sockets).")
-    ] = "ipc",
+    carrier: Annotated[str, typer.Option(help="What moves the bytes: ipc, nccl (two GPUs) or host (sockets).")] = "ipc",
     device: DeviceOption = Device.auto,
     size: Annotated[list[str], typer.Option(help="KV to send, e.g. 512MiB; may be given again.")] = [],  # noqa: B006  typer copies it
     block: Annotated[
