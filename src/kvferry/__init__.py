@@ -54,10 +54,10 @@ if TYPE_CHECKING:
     from kvferry.ipc import encode as encode
     from kvferry.ipc import wrap as wrap
     from kvferry.layout import KVLayout as KVLayout
+    from kvferry.p2p import P2pNcclEngine as P2pNcclEngine
     from kvferry.p2p.memory_pool import TensorMemoryPool as TensorMemoryPool
     from kvferry.p2p.nccl import NCCLLibrary as NCCLLibrary
     from kvferry.p2p.nccl import find_nccl_library as find_nccl_library
-    from kvferry.p2p import P2pNcclEngine as P2pNcclEngine
     from kvferry.server import CacheServer as CacheServer
 
 _HOMES = {
