@@ -21,7 +21,7 @@ import pytest
 from vllm_engine.models import prompt
 from vllm_engine.stage import Reference, Stage
 
-START_S = 300
+START_S = 600
 
 
 class ApiServer:
