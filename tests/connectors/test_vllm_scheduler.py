@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.vllm_doubles import Cached, Output, Request, Scene
+from connectors.vllm_doubles import Block, Output, Request, Scene
 from kvferry.connectors.vllm.keys import NotExpressible
 from kvferry.connectors.vllm.plans import WorkReport
 from kvferry.layout import KeyContext
@@ -223,16 +223,21 @@ def test_after_a_reset_all_keys_are_new() -> None:
     assert not scene.side.reset()  # what is being loaded would be of before
 
 
-def test_what_was_computed_before_a_reset_is_never_stored_after_it() -> None:
+def test_nothing_is_stored_after_a_reset_that_vllm_could_not_make() -> None:
+    """A block in use keeps vLLM's own prefix cache as it was: new requests may get KV of before from it."""
     scene, prompt = Scene(), request(256)
-    scene.side.matched(prompt, 0)
-    scene.side.allocated(prompt, [], 0)
-    assert len(scene.first_step(prompt, scheduled=96, blocks=range(1, 13)).stores) == 1
+    scene.pool.blocks[0] = Block(0, ref_cnt=1, is_null=True)
+    held = scene.pool.blocks[40:41]
+    scene.pool.touch(held)
     assert scene.side.reset()
-    assert scene.next_step(prompt, computed=96, scheduled=96, new_blocks=range(13, 25)).stores == ()
-    resumed = Cached([prompt.request_id], [(list(range(30, 62)),)], [0], {prompt.request_id})
-    stored = scene.side.plan(Output([], resumed, {prompt.request_id: 256})).stores
-    assert [(each.start_token, each.context.salt != "") for each in stored] == [(0, True)]
+    scene.side.matched(prompt, 64)
+    scene.side.allocated(prompt, [], 0)
+    assert scene.first_step(prompt, computed=64, scheduled=64, blocks=range(1, 17)).stores == ()
+    scene.pool.free_blocks(held)
+    assert scene.side.reset()
+    (stored,) = scene.first_step(prompt, scheduled=128, blocks=range(1, 17)).stores
+    assert stored.start_token == 0
+    assert stored.context.salt
 
 
 def test_a_session_that_goes_on_with_a_picture_has_other_keys() -> None:

@@ -17,6 +17,7 @@ from kvferry.protocol.messages import Retrieved, Stored
 class Block:
     block_id: int
     ref_cnt: int = 0
+    is_null: bool = False
 
 
 class Pool:

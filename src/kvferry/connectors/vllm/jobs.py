@@ -78,6 +78,10 @@ class JobTable:
                 ended.append(job)
         return ended
 
+    def blocks_in_use(self) -> bool:
+        """Whether anybody uses any block, a job or a request; vLLM's own prefix cache cannot be reset then."""
+        return any(block.ref_cnt for block in self._pool.blocks if not block.is_null)
+
     def has_room(self, num_blocks: int) -> bool:
         """Whether a store may keep so many blocks more; one may always."""
         return not self._num_held or self._num_held + num_blocks <= len(self._pool.blocks) * HELD_SHARE

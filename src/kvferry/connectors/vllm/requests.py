@@ -19,7 +19,7 @@ class RequestState:
     `name` is what the server calls it. Tokens: `local_tokens` are in the engine's own prefix cache as of the last
     query, `stored_tokens` are stored or being stored. `answer` is that to the question `asked` (tokens of the request,
     `local_tokens`). `ask_again_s` and `give_up_s` bound the wait for lower tiers. `context` knows of `num_inputs`
-    multimodal inputs. What was computed before a reset is `stale`.
+    multimodal inputs.
     """
 
     request: Any
@@ -38,7 +38,6 @@ class RequestState:
     ask_again_s: float = 0.0
     give_up_s: float | None = None
     num_inputs: int = 0
-    stale: bool = False
     _prompt: array[int] = field(default_factory=lambda: array("i"))
 
     def inputs_changed(self) -> bool:

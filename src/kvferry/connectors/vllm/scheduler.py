@@ -63,6 +63,7 @@ class SchedulerSide:
         self._names = itertools.count(1)
         self._told: set[str] = set()
         self._epoch = ""
+        self._mixed = False  # vLLM could not reset its own prefix cache: what it reuses may be of before
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """How many tokens after the engine's own `local_tokens` can be loaded, and whether asynchronously.
@@ -148,7 +149,7 @@ class SchedulerSide:
         self._epoch = secrets.token_hex(16)
         for state in self._states.values():
             self._renew(state)
-            state.stale = bool(state.blocks)
+        self._mixed = self.jobs.blocks_in_use()
         return True
 
     def close(self) -> None:
@@ -265,7 +266,6 @@ class SchedulerSide:
         state = self._states.get(request_id)
         if state is not None:
             state.blocks = list(groups[0]) if groups else []
-            state.stale = False  # all of it is computed anew
 
     def _add_blocks(self, request_id: str, groups: Sequence[Iterable[int]]) -> None:
         state = self._states.get(request_id)
@@ -276,7 +276,7 @@ class SchedulerSide:
         """Store the chunks that are whole after this step, where any are new."""
         rules = self._rules
         self._renew_if_changed(state)
-        if not rules.stores or state.context is None or not state.stores_allowed or state.stale:
+        if not rules.stores or state.context is None or not state.stores_allowed or self._mixed:
             return None
         committed = state.committed_tokens(computed_tokens, generated=rules.store_generated)
         until = whole_chunks(committed, rules.chunk_tokens)
