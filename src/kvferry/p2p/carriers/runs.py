@@ -41,7 +41,8 @@ class ByteRuns:
     def buffers(self, position: int, nbytes: int) -> list[memoryview]:
         """At most `nbytes` bytes from byte `position` on, in at most `MAX_BUFFERS` buffers."""
         first = int(np.searchsorted(self._ends, position, side="right"))
-        stop = min(first + MAX_BUFFERS, len(self._ends))
+        last = int(np.searchsorted(self._ends, position + nbytes))
+        stop = min(first + MAX_BUFFERS, last + 1, len(self._ends))
         found: list[memoryview] = []
         for address, length, end in zip(
             self._addresses[first:stop].tolist(),
