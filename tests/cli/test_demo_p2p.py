@@ -24,6 +24,7 @@ GOOD = P2pDemoResult(
     killed_tokens_equal=True,
     received_tokens=192,
     control_received_tokens=192,
+    not_received_because=None,
     prompt_tokens=200,
     ttft_alone_ms=50.0,
     ttft_p2p_ms=60.5,
@@ -64,7 +65,8 @@ def test_json_has_the_promised_fields_and_the_promises_hold(wanted: str, carrier
     assert result["tokens_alone"] == result["tokens_p2p"] == result["tokens_killed"] != result["tokens_control"]
     assert result["received_tokens"] == result["control_received_tokens"] == 192
     assert result["transfer_bytes"] == 192 * 6 * 2 * 4 * 64 * 4
-    assert result["transfer_s"] > 0
+    assert all(result[name] > 0 for name in ("transfer_s", "last_layer_ms", "after_landing_ms"))
+    assert result["ttft_p2p_ms"] > result["last_layer_ms"] + result["after_landing_ms"]
     assert result["carrier"] == carrier
     assert (result["killed_after_layers"], result["num_layers"]) == (3, 6)
     assert "peer_gone" in result["killed_reason"]
@@ -82,7 +84,7 @@ def test_no_child_and_no_file_survives_an_interruption(number: signal.Signals, t
         ({"tokens_equal": False}, "differ from the decode engine's own"),
         ({"control_equal": True}, "shows nothing"),
         ({"killed_tokens_equal": False}, "after the prefill engine was killed differ"),
-        ({"received_tokens": 0}, "no token's KV was received"),
+        ({"received_tokens": 0, "not_received_because": "a [b]"}, "no token's KV was received: a [b]"),
         ({"control_received_tokens": 0}, "control received no token's KV"),
         ({"killed_reason": None}, "not in mid-transfer"),
         ({"killed_learned_ms": 6001.0}, "not noticed within 6000 ms"),

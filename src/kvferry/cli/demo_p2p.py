@@ -40,6 +40,7 @@ class P2pDemoResult:
     killed_tokens_equal: bool
     received_tokens: int
     control_received_tokens: int
+    not_received_because: str | None
     prompt_tokens: int
     ttft_alone_ms: float
     ttft_p2p_ms: float
@@ -67,8 +68,8 @@ class P2pDemoResult:
         checks = {
             "tokens from the other engine's KV differ from the decode engine's own": not self.tokens_equal,
             "another prompt's KV gave the same tokens, so the comparison shows nothing": self.control_equal,
-            "no token's KV was received": self.received_tokens == 0,
-            "the control received no token's KV, so it shows nothing": self.control_received_tokens == 0,
+            f"no token's KV was received: {self.not_received_because}": self.received_tokens == 0,
+            f"the control received no token's KV: {self.not_received_because}": self.control_received_tokens == 0,
             "the prefill engine was killed, but not in mid-transfer": self.killed_reason is None,
             "tokens after the prefill engine was killed differ": not self.killed_tokens_equal,
             f"the death was not noticed within {LEARNED_WITHIN_MS:.0f} ms": self.killed_learned_ms > LEARNED_WITHIN_MS,
@@ -114,6 +115,7 @@ def _tokens(p2p: Answered, alone: Answered, control: Answered, killed: Answered)
         "killed_tokens_equal": killed["tokens"] == alone["tokens"],
         "received_tokens": p2p["received_tokens"],
         "control_received_tokens": control["received_tokens"],
+        "not_received_because": p2p["failure"] or control["failure"],
         "tokens_alone": alone["tokens"],
         "tokens_p2p": p2p["tokens"],
         "tokens_control": control["tokens"],

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvferry.cli.demo import DemoResult
@@ -57,5 +58,5 @@ def show_result(console: Console, result: DemoResult) -> None:
 def show_end(console: Console, broken_promises: list[str], seconds: float) -> None:
     """What did not hold, and how long all took."""
     for text in broken_promises:
-        console.print(f"[bold red]BROKEN:[/] {text}")
+        console.print(f"[bold red]BROKEN:[/] {escape(text)}")
     console.print(f"{seconds:.1f} s in all.")

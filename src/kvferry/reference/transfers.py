@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from kvferry.errors import TransferError
 from kvferry.p2p import P2pConfig, P2pNcclEngine, Receiving, Sending
 from kvferry.reference.engine import KV_FORMAT, ReferenceEngine, Request
@@ -75,16 +77,26 @@ class KVTransfers:
     def prefill(self, transfer_id: str, tokens: Sequence[int], address: str) -> tuple[Request, Sending, float]:
         """Compute the chunks of a prompt that can be sent, each layer being sent once it is there.
 
-        The request, its sending, and when (monotonic) all was computed. The caller closes the request, later.
+        The request, its sending, and when (monotonic) the last layer's KV was there. The caller closes the request.
         """
+        device, computed_at = self._engine.device, 0.0
+
+        def layer_ready(layer: int) -> None:
+            nonlocal computed_at
+            if layer == self._engine.config.model.num_layers - 1:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                computed_at = time.monotonic()
+            sending.layer_ready(layer)
+
         request = self._engine.open(tokens[: self._num_sent(tokens)])
         sending = self.p2p.send_blocks(transfer_id, request.blocks, address, layer_wise=True)
         try:
-            self._engine.prefill(request, sending.layer_ready).cpu()  # the copy waits for the GPU
+            self._engine.prefill(request, layer_ready)
         except BaseException:
             sending.cancel()
             raise
-        return request, sending, time.monotonic()
+        return request, sending, computed_at
 
     def send_again(self, transfer_id: str, request: Request, address: str, num_layers: int) -> Sending:
         """Send what `prefill` has computed for a request; only the first `num_layers` layers are said to be ready."""
