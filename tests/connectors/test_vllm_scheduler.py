@@ -220,7 +220,24 @@ def test_after_a_reset_all_keys_are_new() -> None:
     assert before == KeyContext()
     assert after.salt
     scene.side.allocated(prompt, list(range(1, 17)), 127)
-    assert not scene.side.reset()  # what is being loaded would be of before
+
+
+def test_after_a_reset_during_a_load_nothing_is_shared_either() -> None:
+    """It has failed, and may be all that is known of new weights: what comes later is not stored as if of the old."""
+    scene, loads, other = Scene(), request(128), Request("other", list(range(64)))
+    scene.server.there = 128
+    scene.side.matched(loads, 0)
+    scene.side.allocated(loads, list(range(1, 17)), 127)
+    assert not scene.side.reset()
+    scene.server.there = 0
+    scene.side.matched(other, 0)
+    assert scene.server.asked[-1][2].salt
+    scene.side.allocated(other, [], 0)
+    plan = scene.first_step(other, scheduled=64, blocks=range(20, 28))
+    assert plan.stores == ()
+    scene.end(plan.loads[0].job_id)
+    assert scene.side.reset()
+    assert len(scene.first_step(other, scheduled=64, blocks=range(20, 28)).stores) == 1
 
 
 def test_nothing_is_stored_after_a_reset_that_vllm_could_not_make() -> None:

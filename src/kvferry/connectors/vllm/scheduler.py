@@ -144,13 +144,14 @@ class SchedulerSide:
 
         From here on this engine's keys are its own: nobody else knows these weights.
         """
-        if self.jobs.any_load or self._new_loads:
-            return False
+        loading = self.jobs.any_load or bool(self._new_loads)
         self._epoch = secrets.token_hex(16)
         for state in self._states.values():
             self._renew(state)
-        self._mixed = self.jobs.blocks_in_use()
-        return True
+        self._mixed = loading or self.jobs.blocks_in_use()
+        if self._mixed:
+            _LOG.warning("blocks are in use, so vLLM keeps KV of before: no KV is stored until a reset finds none")
+        return not loading
 
     def close(self) -> None:
         """Hang up. Idempotent."""
