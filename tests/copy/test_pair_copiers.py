@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import shutil
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from copy_checks import idle
 from copy_layouts import UNTOUCHED, Case, make_case
 from doubles import copy_kernel, fake_cuda
 from kvferry.copy.oracle import Bytes
@@ -138,6 +140,28 @@ def test_what_touches_is_one_copy(data: st.DataObject) -> None:
     assert got == wanted
     ends = columns[:2] + columns[2]
     assert not any((ends[:, i] == columns[:2, i + 1]).all() for i in range(columns.shape[1] - 1))
+
+
+def test_pieces_that_touch_are_kept_apart() -> None:
+    """Where one ends and the next begins on both sides may be the border of two allocations."""
+    pieces = np.array([(0, 8, 1000, 8, 8), (16, 8, 1016, 8, 8)], dtype=np.int64).T
+    ids = np.arange(2, dtype=np.int32)
+    assert BlockPairs(pieces, ids, ids).columns().T.tolist() == [[0, 1000, 16], [16, 1016, 16]]
+
+
+def test_what_was_started_before_a_failure_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvferry.copy.pair_copiers._BATCH_ROWS", 1)
+    with fake_cuda.installed() as driver:
+        copy_kernel.install(driver)
+        to, source = sides("long")
+        read = source.random_storages(3)
+        written = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in to.storage_bytes]
+        with CudaPairCopier(0) as copier:
+            driver.fake._streams[copier._stream.handle].push(lambda: time.sleep(0.3))
+            driver.fake.failures["cuMemcpyBatchAsync_v2"] = [0, 0, 700]
+            with pytest.raises(CudaError, match="cuMemcpyBatchAsync_v2"):
+                copier.submit(paired(to, source, (written, read)), same_gpu=True)
+            assert idle(driver)
 
 
 def test_a_step_that_fails_leaves_the_copier_usable() -> None:

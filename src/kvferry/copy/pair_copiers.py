@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import warnings
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ from kvferry.cuda.device import bound
 from kvferry.cuda.driver import Driver
 from kvferry.cuda.nvrtc import Function, Module, compile_ptx
 from kvferry.cuda.stream import Event, Stream, beside_captures
+from kvferry.errors import CudaError
 
 _FIRST_TABLE_BYTES = 64 << 10
 _BATCH_ROWS = 256  # a call with more of them is slower
@@ -97,12 +99,17 @@ class CudaPairCopier(PairCopier):
         slot = self._slots[self._submitted % self.depth]
         self._submitted += 1
         with beside_captures(self.device), bound(self.device) as drv:
-            columns = pairs.columns() if same_gpu and self._batches else None
-            if columns is not None and columns[2].mean() >= MIN_RUN_BYTES:
-                self._batch(drv, columns)
-            else:
-                self._launch(drv, pairs, slot)
-            drv.event_record(slot.event.handle, self._stream.handle)
+            try:
+                columns = pairs.columns() if same_gpu and self._batches else None
+                if columns is not None and columns[2].mean() >= MIN_RUN_BYTES:
+                    self._batch(drv, columns)
+                else:
+                    self._launch(drv, pairs, slot)
+                drv.event_record(slot.event.handle, self._stream.handle)
+            except CudaError:  # what was started before it failed must not be forgotten while it is under way
+                with contextlib.suppress(CudaError):
+                    drv.stream_synchronize(self._stream.handle)
+                raise
         return partial(_reached, self.device, slot.event.handle)
 
     def close(self) -> None:

@@ -35,15 +35,20 @@ class BlockPairs(NamedTuple):
         return self._replace(to_ids=self.to_ids[start:stop], from_ids=self.from_ids[start:stop])
 
     def columns(self) -> Int64s:
-        """The copy as columns (target, source, bytes); what lies side by side on both sides is one."""
+        """The copy as columns (target, source, bytes); what lies side by side in a piece on both sides is one.
+
+        Pieces are kept apart: what lies side by side there may be two allocations.
+        """
         to, to_stride, source, from_stride, nbytes = self.pieces[:, :, None]
         columns: Int64s = np.empty((3, self.pieces.shape[1], len(self.to_ids)), dtype=np.int64)
         columns[0] = to + to_stride * self.to_ids
         columns[1] = source + from_stride * self.from_ids
         columns[2] = nbytes
+        is_head = np.ones(columns.shape[1:], dtype=bool)
+        ends = columns[:2, :, :-1] + columns[2, :, :-1]
+        is_head[:, 1:] = (ends != columns[:2, :, 1:]).any(axis=0)
+        heads = np.flatnonzero(is_head)
         columns = columns.reshape(3, -1)
-        ends = columns[:2, :-1] + columns[2, :-1]
-        heads = np.flatnonzero(np.concatenate(([True], (ends != columns[:2, 1:]).any(axis=0))))
         merged = np.ascontiguousarray(columns[:, heads])
         merged[2] = np.add.reduceat(columns[2], heads)
         return merged
