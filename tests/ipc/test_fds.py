@@ -129,7 +129,8 @@ def test_a_receiver_without_room_for_descriptors_says_so(pair: Pair) -> None:
         "import os, resource, socket, sys\n"
         "from kvferry.errors import WireError\n"
         "from kvferry.ipc.fds import recv_fds\n"
-        "sock = socket.socket(fileno=int(sys.argv[1]))\n"
+        "sock = socket.socket(fileno=os.dup(int(sys.argv[1])))\n"  # with no free numbers below it
+        "os.close(int(sys.argv[1]))\n"
         "used = len(os.listdir('/proc/self/fd')) - 1\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))) + 2, 4096))\n"
         "try:\n"

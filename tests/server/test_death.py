@@ -66,7 +66,9 @@ def test_ten_kills_leave_nothing(stage: Stage) -> None:
 def test_nothing_is_left_in_dev_shm(stage: Stage) -> None:
     before = set(os.listdir("/dev/shm"))
     for _ in range(3):
-        stage.engine().kill()
+        engine = stage.engine()
+        engine.kill()
+        eventually(lambda engine=engine: not engine.alive)  # type: ignore[misc]
     assert {name for name in os.listdir("/dev/shm") if "kvferry" in name.lower()} <= before
 
 
