@@ -135,6 +135,7 @@ def test_restarted_on_the_same_port(sides: Sides) -> None:
     for turn in range(3):
         send_and_check(sender, receiver, f"before {turn}")
         receiver.kill()
+        eventually(lambda receiver=receiver: not receiver.alive)  # type: ignore[misc]
         receiver = sides.start(caches={"seed": 3 + turn, "shared": True}, address=address)
         send_and_check(sender, receiver, f"after {turn}")
         check_ipc(sender)
