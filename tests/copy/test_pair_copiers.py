@@ -150,7 +150,7 @@ def test_pieces_that_touch_are_kept_apart() -> None:
 
 
 def test_what_was_started_before_a_failure_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvferry.copy.pair_copiers._BATCH_ROWS", 1)
+    monkeypatch.setattr("kvferry.copy.pair_copiers.BATCH_ROWS", 1)
     with fake_cuda.installed() as driver:
         copy_kernel.install(driver)
         to, source = sides("long")

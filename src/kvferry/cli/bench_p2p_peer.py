@@ -15,8 +15,9 @@ from kvferry.cuda.device import device_uuid
 from kvferry.p2p import P2pConfig, P2pNcclEngine, Sending
 from kvferry.p2p.nccl import NcclLauncher, NCCLLibrary, NcclSettings
 from kvferry.reference.process import answer_lines
+from kvferry.reference.worker import Command, Exit
 
-__all__ = ["Early", "Exit", "Init", "Keep", "Last", "Nccl", "Peer", "Register", "Shape", "Share", "Stream"]
+__all__ = ["Early", "Init", "Keep", "Last", "Nccl", "Peer", "Register", "Shape", "Share", "Stream"]
 
 BLOCK_TOKENS, HEAD_DIM = 16, 128
 HEAD_BYTES = BLOCK_TOKENS * HEAD_DIM * 2  # of one head's keys, or values, of one block
@@ -52,24 +53,20 @@ class Shape(msgspec.Struct, frozen=True):
         return caches
 
 
-class _Command(msgspec.Struct, frozen=True, tag_field="command", tag=str.lower, forbid_unknown_fields=True):
-    """One line from the bench."""
-
-
-class Init(_Command, frozen=True):
+class Init(Command, frozen=True):
     """Make the engine. Replies its address, and the UUID of its GPU."""
 
     device: str
     carrier: str
 
 
-class Register(_Command, frozen=True):
+class Register(Command, frozen=True):
     """Make and register KV caches."""
 
     shape: Shape
 
 
-class Keep(_Command, frozen=True):
+class Keep(Command, frozen=True):
     """Keep blocks until they are asked for; layer-wise: none is ready yet."""
 
     name: str
@@ -77,26 +74,26 @@ class Keep(_Command, frozen=True):
     layer_wise: bool = False
 
 
-class Early(_Command, frozen=True):
+class Early(Command, frozen=True):
     """All layers but the last are ready."""
 
     name: str
 
 
-class Last(_Command, frozen=True):
+class Last(Command, frozen=True):
     """So is the last. Replies started_ns (monotonic)."""
 
     name: str
 
 
-class Share(_Command, frozen=True):
+class Share(Command, frozen=True):
     """Send a tensor of so many bytes to the Unix socket at `path`, to be mapped."""
 
     path: str
     nbytes: int
 
 
-class Stream(_Command, frozen=True):
+class Stream(Command, frozen=True):
     """Send so many bytes over TCP, `repeats` times, each after a byte that asks for it."""
 
     port: int
@@ -104,17 +101,13 @@ class Stream(_Command, frozen=True):
     repeats: int
 
 
-class Nccl(_Command, frozen=True):
+class Nccl(Command, frozen=True):
     """Join the communicator with this id as rank 1, and send so many bytes, `repeats` times."""
 
     unique_id: bytes
     peer_uuid: str
     nbytes: int
     repeats: int
-
-
-class Exit(_Command, frozen=True):
-    """End."""
 
 
 class Peer:
@@ -126,7 +119,7 @@ class Peer:
         self._shape = Shape(1, 1, HEAD_BYTES)
         self._sendings: dict[str, Sending] = {}
         self._shared: torch.Tensor | None = None
-        self._handlers: dict[type[_Command], Callable[[Any], dict[str, Any] | None]] = {
+        self._handlers: dict[type[Command], Callable[[Any], dict[str, Any] | None]] = {
             Init: self._init,
             Register: self._register,
             Keep: self._keep,
@@ -138,7 +131,7 @@ class Peer:
             Exit: lambda _: self.close(),
         }
 
-    def handle(self, command: _Command) -> dict[str, Any]:
+    def handle(self, command: Command) -> dict[str, Any]:
         return self._handlers[type(command)](command) or {}
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from kvferry.cli.children import ServerProcess
 from kvferry.cli.sizes import format_bytes
 from kvferry.client import CacheClient
 from kvferry.ipc import allocate_shared
+from kvferry.ipc.flat import storage_bytes
 from kvferry.layout import chunk_tokens_for
 
 __all__ = ["PagedKV", "StoreBenchConfig", "run_bench_store"]
@@ -91,7 +92,7 @@ class PagedKV:
         self._random = np.random.default_rng(0)
         self._names = itertools.count()
         # Views of the layers follow a cache that registration has moved to shareable memory.
-        self.flat = torch.empty(0, dtype=torch.uint8, device=device).set_(self.layers[0].untyped_storage())
+        self.flat = storage_bytes(self.layers[0])
         self.plain = _plain_buffer(max_bytes, device)
 
     def new_tokens(self, num_bytes: int) -> npt.NDArray[np.int32]:

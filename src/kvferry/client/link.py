@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import select
 import socket
@@ -15,6 +14,7 @@ from typing import TypeVar
 from kvferry.client.conversation import Conversation
 from kvferry.client.forks import tell_after_fork
 from kvferry.client.handshake import Greeting, connect, greet
+from kvferry.client.idle import Idle
 from kvferry.client.incoming import Heard, Incoming
 from kvferry.client.process import ServerProcess
 from kvferry.client.url import Address
@@ -56,15 +56,13 @@ class Link:
         self._waiting = Waiting()
         self._send_lock = threading.Lock()
         self._fd_lock = threading.Lock()  # guards the closing of the descriptors; held for a moment only
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._idle = select.epoll()  # the reader's thread sleeps on it
+        self._idle = Idle()  # the reader's thread sleeps on it
         try:
             self._socket = connect(address, timeout_s)
         except BaseException:
-            os.close(self._wake_fd)
             self._idle.close()
             raise
-        self._idle.register(self._socket, select.EPOLLIN)
+        self._idle.epoll.register(self._socket, select.EPOLLIN)
         self._server = ServerProcess(self._socket)  # before it answers, so that it is the one that does
         self._incoming = Incoming(self._socket, deliver=self._waiting.deliver, hang_up=self._hang_up)
         tell_after_fork(self)
@@ -166,14 +164,14 @@ class Link:
         """Needs the turn. The reader's thread sleeps on meanwhile: if both woke, they would wait for each other."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        poller.register(self._wake_fd, select.POLLIN)
-        self._idle.modify(self._socket, 0)
+        poller.register(self._idle.wake_fd, select.POLLIN)
+        self._idle.epoll.modify(self._socket, 0)
         try:
             while answers.empty() and not self._ended and (left := deadline - time.monotonic()) > 0:
                 poller.poll(left * 1e3)
                 self._incoming.read()
         finally:
-            self._idle.modify(self._socket, select.EPOLLIN)
+            self._idle.epoll.modify(self._socket, select.EPOLLIN)
 
     @property
     def ended(self) -> bool:
@@ -207,7 +205,6 @@ class Link:
             return
         self._socket.close()
         self._incoming.close()
-        os.close(self._wake_fd)
         self._idle.close()
         self._server.close()
 
@@ -224,7 +221,7 @@ class Link:
             self._socket.shutdown(socket.SHUT_WR)
         with self._fd_lock:
             if self._socket.fileno() >= 0:
-                os.eventfd_write(self._wake_fd, 1)
+                self._idle.wake()
 
     def _run(self) -> None:
         """The reader's thread: whatever happens in it, the link ends and everybody who waits is told."""
@@ -245,16 +242,16 @@ class Link:
                     self._close_fds()
 
     def _read_until_gone(self) -> None:
-        self._idle.register(self._wake_fd, select.EPOLLIN)
-        self._server.watch(self._idle)
+        self._idle.epoll.register(self._idle.wake_fd, select.EPOLLIN)
+        self._server.watch(self._idle.epoll)
         heartbeat_s = self.greeting.heartbeat_s
         idle_s = min(_IDLE_S, heartbeat_s / 4) if heartbeat_s > 0 else _IDLE_S
         while not self._ended:
             if self._dropped:
                 self._hang_up("the client was dropped")
                 return
-            ready = self._idle.poll(idle_s)
-            if ready and all(fd not in (self._socket.fileno(), self._wake_fd) for fd, _ in ready):
+            ready = self._idle.epoll.poll(idle_s)
+            if ready and all(fd not in (self._socket.fileno(), self._idle.wake_fd) for fd, _ in ready):
                 self._hang_up("the server's process ended")  # and another that it forked holds the socket
                 return
             if self._incoming.turn.acquire(timeout=idle_s):  # else a caller reads

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from kvferry.errors import KVFerryError, LayoutError
+from kvferry.ipc.flat import storage_bytes
 from kvferry.ipc.host import HostIPCWrapper
 from kvferry.ipc.policy import IPCPolicy
 from kvferry.ipc.shared_memory import find_segment, rehome
 from kvferry.ipc.wrapper import DeviceIPCWrapper
-from kvferry.layout import KVLayout, LayoutHints, TensorView, describe
+from kvferry.layout import KVLayout, LayoutHints, describe, view_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,12 +70,10 @@ def describe_storages(
     """
     tensors = _check_tensors(kv_caches)
     _make_shareable(tensors, policy)
-    storages = _by_address(tensors)
-    order = {address: number for number, address in enumerate(storages)}
-    views = [_view(tensor, order[tensor.untyped_storage().data_ptr()]) for tensor in tensors]
+    views, owners = view_tensors(tensors)
     hints = hints if isinstance(hints, LayoutHints) else LayoutHints.from_mapping(hints)
     layout = describe(format, views, hints, names=list(kv_caches))
-    flats = tuple(_flat(tensor) for tensor in storages.values())
+    flats = tuple(storage_bytes(tensor) for tensor in owners)
     layout.validate([flat.numel() for flat in flats])
     return layout, flats
 
@@ -112,17 +111,8 @@ def _place(flat: torch.Tensor) -> tuple[torch.device, int, int]:
     return flat.device, flat.data_ptr(), flat.numel()
 
 
-def _by_address(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """One tensor of each distinct storage, by the storage's address, in order of first use."""
-    found: dict[int, torch.Tensor] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-    return found
-
-
 def _make_shareable(tensors: Sequence[torch.Tensor], policy: IPCPolicy) -> None:
-    first = next(iter(_by_address(tensors).values()))
-    if not issubclass(policy.choose(first), HostIPCWrapper):
+    if not issubclass(policy.choose(tensors[0]), HostIPCWrapper):
         return
     private = [
         tensor
@@ -131,21 +121,3 @@ def _make_shareable(tensors: Sequence[torch.Tensor], policy: IPCPolicy) -> None:
     ]
     if private:
         rehome(private)
-
-
-def _view(tensor: torch.Tensor, storage: int) -> TensorView:
-    return TensorView(
-        storage=storage,
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-        storage_offset=int(tensor.storage_offset()),
-        itemsize=tensor.element_size(),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-    )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the tensor's storage."""
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))

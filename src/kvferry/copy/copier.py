@@ -36,7 +36,8 @@ class Copier(ABC):
         self._run(plan, cancelled, to_flat=False)
 
     def steps(self, plan: CopyPlan, *, to_flat: bool) -> Steps:
-        """The same copy, for who has other work to do between its steps: before each it gives the bytes before that.
+        """The same copy, for who has other work to do between its steps: before each it gives how
+        many bytes, at least, came before it.
 
         All bytes are in place when it ends. `close()` ends it early, and waits for what was started.
         """

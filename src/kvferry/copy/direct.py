@@ -19,13 +19,14 @@ from kvferry.copy.copier import Steps
 from kvferry.copy.plan import CopyPlan, Int64s
 from kvferry.copy.staging import drain_event
 from kvferry.cuda.device import bound
+from kvferry.cuda.driver import Driver
 from kvferry.cuda.stream import Event, Stream
 
 _Bools: TypeAlias = npt.NDArray[np.bool_]
 
 MIN_RUN_BYTES = 32 << 10  # below this the copy engine's time is lost between blocks
 _STEP_BYTES = 16 << 20
-_STEP_ROWS = 256  # a call with more of them is slower
+BATCH_ROWS = 256  # a call with more of them is slower
 _AHEAD = 4  # steps that may be under way
 _FIRST_PART_BYTES = 8 << 20
 _PART_BYTES = 64 << 20
@@ -47,7 +48,7 @@ class DirectCopies:
         try:
             for start, part in parts_of(plan):
                 rows = runs_of(part, to_flat=to_flat)
-                a_step = min(_STEP_ROWS, max(1, _STEP_BYTES // int(rows[2].max(initial=1))))
+                a_step = min(BATCH_ROWS, max(1, _STEP_BYTES // int(rows[2].max(initial=1))))
                 for first in range(0, rows.shape[1], a_step):
                     yield start * plan.chunks.chunk_bytes
                     self._submit(number, rows, first, min(first + a_step, rows.shape[1]))
@@ -63,13 +64,17 @@ class DirectCopies:
     def _submit(self, number: int, rows: Int64s, first: int, stop: int) -> None:
         """Put step `number` into the stream, once the one `_AHEAD` before it is done."""
         event = self._events[number % _AHEAD].handle
-        step, (row_bytes, item_bytes) = rows.ctypes.data, rows.strides
-        step += first * item_bytes
         with bound(self.device) as drv:
             drv.event_synchronize(event)
-            lists = (step, step + row_bytes, step + 2 * row_bytes)
-            drv.memcpy_batch_async(lists, stop - first, self._stream.handle)
+            copy_batch(drv, rows, first, stop, stream=self._stream.handle)
             drv.event_record(event, self._stream.handle)
+
+
+def copy_batch(drv: Driver, rows: Int64s, first: int, stop: int, *, stream: int) -> None:
+    """Put copies `first` to `stop` of three contiguous rows (targets, sources, bytes) into the stream, as one call."""
+    row_bytes, item_bytes = rows.strides
+    targets = rows.ctypes.data + first * item_bytes
+    drv.memcpy_batch_async((targets, targets + row_bytes, targets + 2 * row_bytes), stop - first, stream)
 
 
 def mean_run_bytes(plan: CopyPlan) -> float:

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from kvferry.copy.direct import MIN_RUN_BYTES
+from kvferry.copy.direct import BATCH_ROWS, MIN_RUN_BYTES, copy_batch
 from kvferry.copy.kernel import SOURCE, STRIP_BYTES, THREADS, WARPS
 from kvferry.copy.pairs import BlockPairs
 from kvferry.copy.plan import Int64s
@@ -25,7 +25,6 @@ from kvferry.cuda.stream import Event, Stream, beside_captures
 from kvferry.errors import CudaError
 
 _FIRST_TABLE_BYTES = 64 << 10
-_BATCH_ROWS = 256  # a call with more of them is slower
 
 IsDone = Callable[[], bool]
 
@@ -133,11 +132,9 @@ class CudaPairCopier(PairCopier):
         return f"<CudaPairCopier on device {self.device}, {'closed' if self._undo is None else 'ready'}>"
 
     def _batch(self, drv: Driver, columns: Int64s) -> None:
-        first, (row_bytes, item_bytes) = columns.ctypes.data, columns.strides
-        for start in range(0, columns.shape[1], _BATCH_ROWS):
-            at = first + start * item_bytes
-            count = min(_BATCH_ROWS, columns.shape[1] - start)
-            drv.memcpy_batch_async((at, at + row_bytes, at + 2 * row_bytes), count, self._stream.handle)
+        for first in range(0, columns.shape[1], BATCH_ROWS):
+            stop = min(first + BATCH_ROWS, columns.shape[1])
+            copy_batch(drv, columns, first, stop, stream=self._stream.handle)
 
     def _launch(self, drv: Driver, pairs: BlockPairs, slot: _Slot) -> None:
         if pairs.pieces is not self._pieces:

@@ -13,6 +13,7 @@ from kvferry.layout.keys import (
     namespace,
 )
 from kvferry.layout.planes import KVLayout, Plane
+from kvferry.layout.tensors import view_tensors
 
 __all__ = [
     "FORMATS",
@@ -29,4 +30,5 @@ __all__ = [
     "encode_tokens",
     "namespace",
     "trtllm_view_6d",
+    "view_tensors",
 ]

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 
 from kvferry.errors import BlockIdError, LayoutError
-from kvferry.layout import KVLayout, LayoutHints, TensorView, describe
+from kvferry.ipc.flat import storage_bytes
+from kvferry.layout import KVLayout, LayoutHints, describe, view_tensors
 from kvferry.p2p.carriers.runs import ByteRuns
 from kvferry.p2p.geometry import Piece
 from kvferry.p2p.signal.messages import Geometry, LayerGeometry
@@ -35,17 +36,14 @@ class KVCaches:
         """Raises LayoutError where the tensors do not fit the format or the hints, or are on several devices."""
         if not kv_caches or len({tensor.device for tensor in kv_caches.values()}) > 1:
             raise LayoutError("kv_caches are empty or on several devices; give those of one device to one engine")
-        storages: dict[int, torch.Tensor] = {}
-        for tensor in kv_caches.values():
-            storages.setdefault(tensor.untyped_storage().data_ptr(), _flat(tensor))
-        numbers = {address: number for number, address in enumerate(storages)}
-        views = [_view(tensor, numbers[tensor.untyped_storage().data_ptr()]) for tensor in kv_caches.values()]
+        views, owners = view_tensors(kv_caches.values())
+        storages = tuple(storage_bytes(tensor) for tensor in owners)
         hints = hints if isinstance(hints, LayoutHints) else LayoutHints.from_mapping(hints)
         whole = describe(format, views, hints, names=list(kv_caches))
-        whole.validate([flat.numel() for flat in storages.values()])
+        whole.validate([flat.numel() for flat in storages])
         alone = msgspec.structs.replace(hints, num_layers=0)  # it is that of all layers, and has been checked
         layers = tuple(describe(format, [view], alone) for view in dict.fromkeys(views))
-        return cls(whole, layers, tuple(storages.values()))
+        return cls(whole, layers, storages)
 
     @property
     def num_blocks(self) -> int:
@@ -98,20 +96,3 @@ class KVCaches:
 
 def _itemsize(layer: KVLayout) -> int:
     return int(getattr(torch, layer.dtype).itemsize)
-
-
-def _view(tensor: torch.Tensor, storage: int) -> TensorView:
-    return TensorView(
-        storage=storage,
-        shape=tuple(tensor.shape),
-        stride=tuple(tensor.stride()),
-        storage_offset=int(tensor.storage_offset()),
-        itemsize=tensor.element_size(),
-        dtype=str(tensor.dtype).removeprefix("torch."),
-    )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the tensor's storage."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
