@@ -132,15 +132,10 @@ class Core:
         else:
             self._events.append((event, call))
 
-    def released(self, place: Place) -> None:
-        """Room that was lent has come back."""
-        self.release(place)
-
     # What sessions tell
 
     def session_up(self, session: Session) -> None:
         _LOG.info("%r uses carrier %s", session, session.carrier)
-        self.carriers[session.carrier].session_up(session)
         if session.address is not None:
             self.outgoing.connected(session.address, session, self._now)
         for message in self._unsent.pop(session, []):

@@ -89,9 +89,7 @@ class P2pNcclEngine:
         address = None if get or remote_address is None else resolved(remote_address)
         _check_id(tensor_id)
         memory = flat_memory(tensor)
-        meta = meta_of(tensor)
-        number = next(self._numbers)
-        offer = self._offer(number, tensor_id, item_bytes=(memory.items[0][1],), tensor=meta)
+        offer = _offer(tensor_id, item_bytes=(memory.items[0][1],), tensor=meta_of(tensor))
         sending = Sending(tensor_id)
         self._send(sending, offer, memory, [0 if address is None else address])
         if self.config.send_type == "PUT":
@@ -153,7 +151,7 @@ class P2pNcclEngine:
         ids = caches.check_ids(block_ids)
         targets: list[str | int] = [resolved(address) for address in _listed(remote_address)] or list(range(readers))
         sending = Sending(transfer_id, len(targets))
-        offer = self._offer(0, transfer_id, item_bytes=(0,) * len(caches.layers), num_blocks=len(ids))
+        offer = _offer(transfer_id, item_bytes=(0,) * len(caches.layers), num_blocks=len(ids))
         numbers = self._send(sending, offer, BlockMemory(caches, ids), targets, ready=False)
         sending.on_layer_ready(lambda layer: self._ready(numbers, caches.device, [layer]))
         if not layer_wise:
@@ -236,9 +234,6 @@ class P2pNcclEngine:
             raise LayoutError("no KV caches are registered: call register_kv_caches first")
         return caches
 
-    def _offer(self, number: int, transfer_id: str, **what: Any) -> Offer:
-        return Offer(number=number or 1, transfer_id=transfer_id, part=0, lease_s=0.0, **what)
-
     def _send(
         self,
         sending: Sending,
@@ -287,7 +282,12 @@ class P2pNcclEngine:
             self._post_quietly(call)
 
     def _give_back(self, place: Place) -> None:
-        self._post_quietly(partial(self._parts.core.released, place))
+        self._post_quietly(partial(self._parts.core.release, place))
+
+
+def _offer(transfer_id: str, **what: Any) -> Offer:
+    """Without what depends on whom it goes to."""
+    return Offer(number=1, transfer_id=transfer_id, part=0, lease_s=0.0, **what)
 
 
 def _listed(address: Addresses) -> list[str]:

@@ -52,9 +52,6 @@ class Carrier(Protocol):
     def stop_landing(self, session: Session, number: int) -> None:
         """Write no more; answered by `landing_stopped`, once."""
 
-    def session_up(self, session: Session) -> None:
-        """A session has chosen this carrier."""
-
     def session_lost(self, session: Session) -> None:
         """A session has ended. Stop calls may still follow, and are answered."""
 

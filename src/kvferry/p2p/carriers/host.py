@@ -46,9 +46,6 @@ class HostCarrier:
         """What still comes of it is read and dropped."""
         self._links.stop_landing(session, number, partial(self._events.landing_stopped, session, number))
 
-    def session_up(self, session: Session) -> None:
-        """Nothing: the link is there."""
-
     def session_lost(self, session: Session) -> None:
         """Nothing: the link is dropped with the session."""
 

@@ -187,9 +187,6 @@ class IpcCarrier:
         """Answered when no copy of it is under way."""
         self._reader.stop(session, number, partial(self._host.stop_landing, session, number))
 
-    def session_up(self, session: Session) -> None:
-        """Nothing: both sides have mapped all."""
-
     def session_lost(self, session: Session) -> None:
         """Unmap the peer's caches once no copy runs. The peer may read on until it says that it does not."""
         self._host.session_lost(session)

@@ -133,9 +133,6 @@ class NcclCarrier:
             return False
         return True
 
-    def session_up(self, session: Session) -> None:
-        """Nothing: communicators are made when they are needed."""
-
     def session_lost(self, session: Session) -> None:
         """NCCL does not notice that a peer has died: its communicators are aborted, in the launcher's thread."""
         for end in (self._outlets.pop(session, None), self._inlets.get(session)):
