@@ -62,16 +62,8 @@ class Parts:
         """Figures for people, made in the loop's thread."""
         core = self.core
         return {
-            "peers": {
-                (session.address or (session.about.address if session.about else "")): session.carrier
-                for session in self.sessions.all()
-                if session.is_up
-            },
-            "fallbacks": {
-                (session.address or (session.about.address if session.about else "")): session.why
-                for session in self.sessions.all()
-                if session.why
-            },
+            "peers": {session.where: session.carrier for session in self.sessions.all() if session.is_up},
+            "fallbacks": {session.where: session.why for session in self.sessions.all() if session.why},
             "not_offered": core.not_offered,
             "sending": len(core.outgoing),
             "receiving": len(core.incoming),

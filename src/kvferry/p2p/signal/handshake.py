@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -58,7 +57,7 @@ class Initiator:
         if not OLDEST_VERSION <= message.version <= PROTOCOL_VERSION:
             raise _other_version(message.version, message.version)
         self.peer = message.sender
-        parts = _parts(self._own.instance, message.sender, self._nonce, message.nonce)
+        parts = self._own.instance, message.sender, self._nonce, message.nonce
         if not accepts(self._own.secret, Role.ACCEPTOR, parts, message.mac):
             raise TransferError("refused", "the acceptor does not have this engine's token")
         self.ticket = _ticket(parts)
@@ -78,7 +77,7 @@ class Acceptor:
     def __init__(self, own: Self) -> None:
         self._own = own
         self._nonce = os.urandom(NONCE_BYTES)
-        self._parts: tuple[bytes, ...] = ()
+        self._parts: tuple[bytes, ...] = ()  # what both have said, the initiator's first
         self.peer: bytes | None = None
         self.ticket = b""  # as the initiator has it
 
@@ -86,7 +85,7 @@ class Acceptor:
         if message.oldest > PROTOCOL_VERSION or message.version < OLDEST_VERSION:
             raise _other_version(message.oldest, message.version)
         self.peer = message.sender
-        self._parts = _parts(message.sender, self._own.instance, message.nonce, self._nonce)
+        self._parts = message.sender, self._own.instance, message.nonce, self._nonce
         self.ticket = _ticket(self._parts)
         mac = prove(self._own.secret, Role.ACCEPTOR, self._parts)
         return Challenge(version=min(message.version, PROTOCOL_VERSION), nonce=self._nonce, mac=mac)
@@ -115,7 +114,7 @@ def choose_carrier(mine: About, theirs: About, tried: str = "") -> str:
         why = f"; both use GPU {mine.device_uuid}, over which NCCL cannot connect two ranks: use carrier ipc or host"
     raise TransferError(
         "no_carrier",
-        f"carriers {_listed(mine.carriers)} here and {_listed(theirs.carriers)} there have none to use{why}",
+        f"carriers {', '.join(mine.carriers)} here and {', '.join(theirs.carriers)} there have none to use{why}",
     )
 
 
@@ -133,10 +132,6 @@ def _other_version(oldest: int, newest: int) -> TransferError:
     return TransferError("version", f"protocol {theirs} there, {OLDEST_VERSION} to {PROTOCOL_VERSION} here")
 
 
-def _parts(initiator: bytes, acceptor: bytes, one: bytes, two: bytes) -> tuple[bytes, ...]:
-    return initiator, acceptor, one, two
-
-
 def _ticket(parts: tuple[bytes, ...]) -> bytes:
     """What only those two know that have greeted each other."""
     return hashlib.sha256(b"kvferry p2p ticket" + b"".join(parts)).digest()
@@ -144,7 +139,3 @@ def _ticket(parts: tuple[bytes, ...]) -> bytes:
 
 def _packed(about: About) -> bytes:
     return msgspec.msgpack.encode(about)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names)

@@ -82,6 +82,11 @@ class Session:
         assert self.about is not None
         return self.own.tp_rank % max(1, self.own.tp_size // self.about.tp_size)
 
+    @property
+    def where(self) -> str:
+        """The peer's address, for people: the one that it was reached at, else what it says of itself, "" before."""
+        return self.address or (self.about.address if self.about else "")
+
     def __repr__(self) -> str:
-        where = self.address or (self.about.address if self.about else "an unknown engine")
+        where = self.where or "an unknown engine"
         return f"<session {'to' if self.address else 'from'} {where}, {self.state.value}>"

@@ -88,10 +88,8 @@ class Sessions:
         """Nothing happens where the session has ended; one that does not take it is ended."""
         if session.ended:
             return
-        stamped = msgspec.structs.replace(message, sender=self.own.instance, receiver=session.peer)
-        data = encode_message(stamped)
         session.said_at = self.now
-        if not send(session.socket, [data] if session.identity is None else [session.identity, data]):
+        if not self._put(session, message):
             self.end(session, PeerGoneError("peer_gone", f"{session!r} takes no messages any more"))
 
     def end(self, session: Session, error: TransferError, *, tell: bool = False) -> None:
@@ -100,7 +98,7 @@ class Sessions:
             return
         session.state = State.ENDED
         if tell:
-            self._say_goodbye(session, Goodbye(code=error.code, text=error.text))
+            self._put(session, Goodbye(code=error.code, text=error.text))
         if session.identity is not None:
             self._by_identity.pop(session.identity, None)
         if session.address is not None:
@@ -146,10 +144,11 @@ class Sessions:
             next_at = min(next_at, session.said_at + self._heartbeat_s)
         return next_at
 
-    def _say_goodbye(self, session: Session, message: Goodbye) -> None:
+    def _put(self, session: Session, message: Message) -> bool:
+        """Whether the socket took it."""
         stamped = msgspec.structs.replace(message, sender=self.own.instance, receiver=session.peer)
         data = encode_message(stamped)
-        send(session.socket, [data] if session.identity is None else [session.identity, data])
+        return send(session.socket, [data] if session.identity is None else [session.identity, data])
 
     def _on_dealer(self, session: Session) -> None:
         for _ in range(_MESSAGES_A_TURN):
