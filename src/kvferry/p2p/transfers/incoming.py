@@ -141,10 +141,6 @@ class IncomingTable:
         if found is None:
             if claim is not None:
                 self._fail(claim, error)
-        elif found.state is State.DELIVERING:
-            found.error = found.error or error
-        elif found.state is State.KEPT:
-            self._drop(found, error, now)
         else:
             self._give_up(found, error, now)
 
@@ -157,7 +153,8 @@ class IncomingTable:
         for found in [found for found in self._by_key.values() if found.ends_at <= now]:
             found.ends_at = math.inf
             if found.claim is None or found.state is State.OFFERED:
-                self._expire(found, now)
+                error = TransferError("expired", f"nobody took transfer {found.key.transfer_id!r} in time")
+                self._give_up(found, error, now)
         claims = (claim.ends_at for claim in self._claims.values())
         return min([*claims, *(found.ends_at for found in self._by_key.values())], default=math.inf)
 
@@ -206,10 +203,7 @@ class IncomingTable:
         found.claim = claim
         error = claim.problem(found.offer)
         if error is not None:
-            if found.state is State.KEPT:
-                self._drop(found, error, now)
-            else:
-                self._give_up(found, error, now)
+            self._give_up(found, error, now)
         elif found.state is State.KEPT:
             self._deliver(found, claim)
         elif found.state is State.OFFERED and claim.destination is not None:
@@ -248,20 +242,19 @@ class IncomingTable:
         claim.deliver(found.place, None)
 
     def _give_up(self, found: Incoming, error: TransferError, now: float) -> None:
-        """Stop what has not landed yet."""
+        """Forget it once nothing touches it any more; a copy that is under way is told its error at its end."""
         found.error = found.error or error
         if found.state is State.LANDING:
             found.state = State.STOPPING
             self._effects.stop_landing(found.session, found.offer.number)
-        elif found.state is State.OFFERED:
+        elif found.state in (State.OFFERED, State.KEPT):
             self._drop(found, error, now)
 
     def _drop(self, found: Incoming, error: TransferError, now: float) -> None:
         """Nothing touches it any more: forget it, and tell who has to know."""
         landed = found.state is State.KEPT
         self._remove(found)
-        if found.place is not None:
-            self._effects.release(found.place)
+        self._effects.release(found.place)
         if not landed:
             self._refuse(found.session, found.offer.number, error)
         claim = self._claims.get(found.key)
@@ -270,13 +263,6 @@ class IncomingTable:
         elif self._ended.find(found.key, now) is None:
             dropped = Remembered(Ending.DROPPED, error.code, error.text, now + self._remember_s)
             self._ended.remember(found.key, dropped)
-
-    def _expire(self, found: Incoming, now: float) -> None:
-        error = TransferError("expired", f"nobody took transfer {found.key.transfer_id!r} in time")
-        if found.state is State.KEPT:
-            self._drop(found, error, now)
-        else:
-            self._give_up(found, error, now)
 
     def _remove(self, found: Incoming) -> None:
         del self._by_key[found.key]
