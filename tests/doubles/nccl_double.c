@@ -232,6 +232,8 @@ static void step(side *s, transfer *t, long lost_at) {
     return;
   }
   size_t left = t->bytes - s->done;
+  /* One call moves without end where the peer keeps up, so where to stop is said to it. */
+  if (lost_at >= 0 && s->done + left > (size_t)lost_at) left = (size_t)lost_at - s->done;
   if (s->is_send)
     advance(s, send(s->sock, t->at + s->done, left, MSG_NOSIGNAL | MSG_DONTWAIT), lost_at);
   else
