@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvferry.copy.plan import ChunkMap, CopyPlan, Int64s
-from kvferry.copy.steps import Step
+from kvferry.copy.steps import Step, cut_strips
 from kvferry.cuda.device import bound
 from kvferry.cuda.driver import Driver
 from kvferry.cuda.nvrtc import Module, compile_ptx
@@ -100,8 +100,5 @@ class CopyKernel:
 def strips_of(chunks: ChunkMap) -> Int64s:
     """The planes in strips of at most `STRIP_BYTES`, as rows of struct Strip."""
     starts, strides, lengths, places = chunks.planes
-    counts = -(-lengths // STRIP_BYTES)
-    plane = np.repeat(np.arange(len(counts)), counts)
-    within = (np.arange(len(plane)) - (np.cumsum(counts) - counts)[plane]) * STRIP_BYTES
-    nbytes = np.minimum(lengths[plane] - within, STRIP_BYTES)
+    plane, within, nbytes = cut_strips(lengths, STRIP_BYTES)
     return np.stack((starts[plane] + within, strides[plane], nbytes, places[plane] + within, lengths[plane]), axis=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,10 +16,10 @@ from kvferry.copy.direct import BATCH_ROWS, MIN_RUN_BYTES, copy_batch
 from kvferry.copy.kernel import SOURCE, STRIP_BYTES, THREADS, WARPS
 from kvferry.copy.pairs import BlockPairs
 from kvferry.copy.plan import Int64s
-from kvferry.copy.streaming import StreamingCopy
+from kvferry.copy.streaming import row_copier
 from kvferry.cuda.device import bound
 from kvferry.cuda.driver import Driver
-from kvferry.cuda.nvrtc import Function, Module, compile_ptx
+from kvferry.cuda.nvrtc import Module, compile_ptx
 from kvferry.cuda.stream import Event, Stream, beside_captures
 from kvferry.errors import CudaError
 
@@ -54,8 +53,7 @@ class HostPairCopier(PairCopier):
     depth = 1
 
     def __init__(self) -> None:
-        streaming = StreamingCopy.load()
-        self._copy_rows = _move if streaming is None else streaming.copy_rows
+        self._copy_rows = row_copier()
 
     def submit(self, pairs: BlockPairs, *, same_gpu: bool = False) -> IsDone:
         """Copies at once, with the GIL released."""
@@ -150,7 +148,7 @@ class CudaPairCopier(PairCopier):
         blocks = ids.shape[1]
         grid = (min(self._max_ctas, -(-max(1, len(strips) * blocks) // WARPS)), 1, 1)
         args = [*map(c_uint64, (table, len(strips), to_ids, to_ids + 4 * blocks, blocks))]
-        _start(self._function, grid, self._stream.handle, args)
+        self._function.launch(grid, (THREADS, 1, 1), stream=self._stream.handle, args=args)
 
 
 class _Slot:
@@ -185,10 +183,6 @@ class _Slot:
             drv.mem_free(table)
 
 
-def _start(function: Function, grid: tuple[int, int, int], stream: int, args: list[c_uint64]) -> None:
-    function.launch(grid, (THREADS, 1, 1), stream=stream, args=args)
-
-
 def _nothing() -> BlockPairs:
     return BlockPairs(np.ones((5, 1), dtype=np.int64), np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32))
 
@@ -196,8 +190,3 @@ def _nothing() -> BlockPairs:
 def _reached(device: int, event: int) -> bool:
     with beside_captures(device), bound(device) as drv:
         return drv.event_query(event)
-
-
-def _move(rows: Int64s) -> None:
-    for target, source, nbytes in rows.tolist():
-        ctypes.memmove(target, source, nbytes)

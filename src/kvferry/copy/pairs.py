@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.copy.plan import Int32s, Int64s
+from kvferry.copy.steps import cut_strips
 
 
 class BlockPairs(NamedTuple):
@@ -24,11 +25,6 @@ class BlockPairs(NamedTuple):
     def block_bytes(self) -> int:
         """Bytes of one block."""
         return int(self.pieces[4].sum())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return self.block_bytes * len(self.to_ids)
 
     def part(self, start: int, stop: int) -> BlockPairs:
         """The copy of blocks number `start` to `stop` of the list alone."""
@@ -56,9 +52,6 @@ class BlockPairs(NamedTuple):
     def strips(self, strip_bytes: int) -> Int64s:
         """The pieces cut into strips of at most `strip_bytes`, as rows of struct Pair."""
         to, to_stride, source, from_stride, nbytes = self.pieces
-        counts = -(-nbytes // strip_bytes)
-        piece = np.repeat(np.arange(len(counts)), counts)
-        within = (np.arange(len(piece)) - (np.cumsum(counts) - counts)[piece]) * strip_bytes
-        left = np.minimum(nbytes[piece] - within, strip_bytes)
+        piece, within, left = cut_strips(nbytes, strip_bytes)
         rows = (to[piece] + within, to_stride[piece], source[piece] + within, from_stride[piece], left)
         return np.stack(rows, axis=1)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+CopyRows = Callable[[npt.NDArray[np.int64]], None]
+
 # Assembled from streaming.S.
 STREAM_ROWS = bytes.fromhex(
     "4989fa4989f34d85db0f84d9010000498b3a498b7208498b52104889f948f7d983e10f4839d1480f47ca4829caf3a44881fa00400000"
@@ -56,3 +58,14 @@ class StreamingCopy:
         assert rows.shape[1:] == (3,)
         assert rows.flags.c_contiguous
         self._call(rows.ctypes.data, len(rows))
+
+
+def row_copier() -> CopyRows:
+    """What copies rows as `StreamingCopy.copy_rows` does; where that cannot be loaded, with the C library's memmove."""
+    streaming = StreamingCopy.load()
+    return _move_rows if streaming is None else streaming.copy_rows
+
+
+def _move_rows(rows: npt.NDArray[np.int64]) -> None:
+    for target, source, nbytes in rows.tolist():
+        ctypes.memmove(target, source, nbytes)

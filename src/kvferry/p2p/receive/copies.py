@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
 
-from kvferry.copy.streaming import StreamingCopy
+from kvferry.copy.streaming import row_copier
 from kvferry.errors import TransferError
-from kvferry.p2p.carriers.runs import ByteRuns, Int64s
+from kvferry.p2p.carriers.runs import ByteRuns
 
 _LOG = logging.getLogger(__name__)
 _END_S = 30.0
@@ -24,8 +23,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Sequence[tuple[int, ByteRuns]], OnDone] | None] = queue.SimpleQueue()
-        streaming = StreamingCopy.load()
-        self._copy_rows = _move if streaming is None else streaming.copy_rows
+        self._copy_rows = row_copier()
         self._thread = threading.Thread(target=self._run, name="kvferry-p2p-copies", daemon=True)
 
     def start(self) -> None:
@@ -54,8 +52,3 @@ class Copies:
                 _LOG.exception("a copy out of the receive buffer failed")
                 error = TransferError("failed", f"the copy out of the receive buffer failed: {problem!r}")
             on_done(error)
-
-
-def _move(rows: Int64s) -> None:
-    for target, source, nbytes in rows.tolist():
-        ctypes.memmove(target, source, nbytes)
