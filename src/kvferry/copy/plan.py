@@ -48,7 +48,7 @@ class ChunkMap:
             raise BlockIdError(f"{ids.size} block ids for {len(flats)} chunks of {self.blocks} blocks")
         if not 0 <= skip_blocks <= len(ids):
             raise BlockIdError(f"{skip_blocks} blocks to skip of {len(ids)}")
-        _check_ids(ids[skip_blocks:], self.num_blocks)
+        check_ids(ids[skip_blocks:], self.num_blocks)
         ids[:skip_blocks] = -1
         return CopyPlan(self, ids.astype(np.int32).reshape(len(flats), self.blocks), flats, skip_blocks > 0)
 
@@ -99,7 +99,8 @@ class CopyPlan(NamedTuple):
         return rows.reshape(-1, 3)
 
 
-def _check_ids(ids: Int64s, num_blocks: int) -> None:
+def check_ids(ids: Int64s, num_blocks: int) -> None:
+    """Raise BlockIdError for ids outside a cache of so many blocks, or used twice."""
     ordered = np.sort(ids)
     if len(ids) and (ordered[0] < 0 or ordered[-1] >= num_blocks):
         wrong = ordered[0] if ordered[0] < 0 else ordered[-1]

@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvferry.copy.plan import check_ids
 from kvferry.errors import BlockIdError, LayoutError
 from kvferry.ipc.flat import storage_bytes
 from kvferry.layout import KVLayout, LayoutHints, describe, view_tensors
 from kvferry.p2p.carriers.runs import ByteRuns
-from kvferry.p2p.geometry import Piece
+from kvferry.p2p.geometry import Piece, planes_of
 from kvferry.p2p.signal.messages import Geometry, LayerGeometry
 
 Int64s = npt.NDArray[np.int64]
@@ -75,23 +76,20 @@ class KVCaches:
         ids = np.asarray(block_ids, dtype=np.int64)
         if ids.ndim != 1 or not len(ids):
             raise BlockIdError(f"{ids.size} block ids in {ids.ndim} dimensions; give a list of at least one")
-        if ids.min() < 0 or ids.max() >= self.num_blocks:
-            wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise BlockIdError(f"block id {wrong} is outside the cache, which has blocks 0 to {self.num_blocks - 1}")
-        if len(np.unique(ids)) < len(ids):
-            raise BlockIdError("a block id is named twice; each block holds the KV of one place")
+        check_ids(ids, self.num_blocks)
         return ids
 
     def runs(self, layer: int, pieces: Sequence[Piece], ids: Int64s) -> ByteRuns:
         """The bytes of `pieces` of one layer's blocks: all blocks of the first piece, then those of the second."""
-        planes = self.layers[layer].planes
-        bases = [storage.data_ptr() for storage in self.storages]
-        rows = [
-            (bases[planes[plane].storage] + planes[plane].offset + start, planes[plane].stride, length)
-            for plane, start, length in pieces
-        ]
+        rows = places_of(self.layers[layer], self.storages, pieces)
         starts, strides, lengths = np.array(rows, dtype=np.int64).T[:, :, None]
         return ByteRuns((starts + ids * strides).ravel(), np.repeat(lengths.ravel(), len(ids)), self)
+
+
+def places_of(layer: KVLayout, storages: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
+    """Address in block 0, stride and bytes of each piece of one layer's blocks."""
+    bases = [storage.data_ptr() for storage in storages]
+    return [(bases[plane.storage] + plane.offset, plane.stride, plane.length) for plane in planes_of(layer, pieces)]
 
 
 def _itemsize(layer: KVLayout) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvferry.errors import LayoutError
+from kvferry.layout import KVLayout, Plane
 from kvferry.p2p.signal.messages import About, Geometry, LayerGeometry
 
 HEADS = "H"
@@ -77,6 +78,12 @@ def common_pieces(mine: LayerGeometry, theirs: LayerGeometry, shares: Shares) ->
     if len(ends) > MAX_PIECES:
         raise LayoutError(f"a block of {mine.axes} lies in {len(ends)} separate runs, more than {MAX_PIECES}")
     return tuple(_cut(_pieces(mine, shares.mine), ends))
+
+
+def planes_of(layer: KVLayout, pieces: Iterable[Piece]) -> tuple[Plane, ...]:
+    """The pieces of one layer's blocks as planes of its storages."""
+    own = layer.planes
+    return tuple(Plane(own[at].storage, own[at].offset + start, own[at].stride, size) for at, start, size in pieces)
 
 
 def check_compatible(mine: About, theirs: About) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from kvferry.p2p.geometry import Piece, Shares, common_pieces, shared_heads
+from kvferry.p2p.geometry import Piece, common_pieces, shared_heads
 from kvferry.p2p.signal.handshake import Acceptor, Initiator
 from kvferry.p2p.signal.messages import NOBODY, About
 
@@ -38,8 +38,7 @@ class Session:
     why: str = ""  # what kept it from having a better one
     set_up_by: float = 0.0
     said_at: float = 0.0
-    _pieces: dict[tuple[int, int], tuple[Piece, ...]] = field(default_factory=dict)
-    _shares: Shares | None = None
+    _pieces: dict[tuple[bool, int, int], tuple[Piece, ...]] = field(default_factory=dict)
     _layer_bytes: tuple[int, ...] | None = None
 
     @property
@@ -59,15 +58,12 @@ class Session:
     def pieces(self, layer: int) -> tuple[Piece, ...]:
         """The pieces of one layer's blocks on our side; only where it `moves_blocks`."""
         assert self.about is not None
-        own, other = self.own.geometry, self.about.geometry
-        assert own is not None
-        assert other is not None
-        if self._shares is None:
-            self._shares = shared_heads(self.own, self.about)
-        pair = own.layers[layer], other.layers[layer]
-        if pair not in self._pieces:
-            self._pieces[pair] = common_pieces(own.kinds[pair[0]], other.kinds[pair[1]], self._shares)
-        return self._pieces[pair]
+        return self._common(self.own, self.about, layer)
+
+    def peer_pieces(self, layer: int) -> tuple[Piece, ...]:
+        """The same on the peer's side: as many, of the same lengths."""
+        assert self.about is not None
+        return self._common(self.about, self.own, layer)
 
     def layer_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each layer that go over the session; only where it `moves_blocks`."""
@@ -81,6 +77,17 @@ class Session:
         """Which of the ranks of this side that have to do with the peer's rank this one is."""
         assert self.about is not None
         return self.own.tp_rank % max(1, self.own.tp_size // self.about.tp_size)
+
+    def _common(self, one: About, other: About, layer: int) -> tuple[Piece, ...]:
+        """The pieces on the side of `one`, worked out once for all layers of its kind."""
+        assert one.geometry is not None
+        assert other.geometry is not None
+        kinds = one.geometry.layers[layer], other.geometry.layers[layer]
+        key = (one is self.own, *kinds)
+        if key not in self._pieces:
+            mine, theirs = one.geometry.kinds[kinds[0]], other.geometry.kinds[kinds[1]]
+            self._pieces[key] = common_pieces(mine, theirs, shared_heads(one, other))
+        return self._pieces[key]
 
     @property
     def where(self) -> str:

@@ -19,9 +19,9 @@ from kvferry.ipc.policy import wrap
 from kvferry.ipc.vmm import VmmCudaIPCWrapper
 from kvferry.ipc.wrapper import DeviceIPCWrapper
 from kvferry.layout import KVLayout
-from kvferry.p2p.caches import KVCaches
+from kvferry.p2p.caches import KVCaches, places_of
 from kvferry.p2p.carriers.runs import Int64s
-from kvferry.p2p.geometry import Piece, check_geometry, common_pieces, shared_heads
+from kvferry.p2p.geometry import check_geometry
 from kvferry.p2p.memory import BlockMemory, Memory
 from kvferry.p2p.signal.messages import About
 from kvferry.p2p.signal.session import Session
@@ -75,7 +75,6 @@ class PeerCaches:
     wrappers: Sequence[DeviceIPCWrapper]
     own: Exported
     tensors: list[torch.Tensor] = field(default_factory=list)
-    _pieces: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -111,32 +110,21 @@ class PeerCaches:
         blocks = len(from_ids)
         columns: list[tuple[int, int, int, int, int]] = []
         for item in items:
-            mine, theirs = session.pieces(item), self._peer_pieces(session, item)
-            places = _places(self.layers[item], self.tensors, theirs)
+            mine = session.pieces(item)
+            sources = places_of(self.layers[item], self.tensors, session.peer_pieces(item))
             if isinstance(destination, BlockMemory):
                 caches = destination.caches
-                targets = _places(caches.layers[item], caches.storages, mine)
+                targets = places_of(caches.layers[item], caches.storages, mine)
             else:
                 targets, at = [], destination.items[item][0]
                 for piece in mine:
-                    targets.append((at, piece.length))
+                    targets.append((at, piece.length, piece.length))
                     at += blocks * piece.length
-            for target, place, piece in zip(targets, places, mine, strict=True):
-                columns.append((*target, *place, piece.length))
+            for (to, to_stride, nbytes), (source, from_stride, _) in zip(targets, sources, strict=True):
+                columns.append((to, to_stride, source, from_stride, nbytes))
         to_ids = destination.ids if isinstance(destination, BlockMemory) else np.arange(blocks)
         pieces = np.array(columns, dtype=np.int64).T
         return BlockPairs(pieces, to_ids.astype(np.int32), from_ids.astype(np.int32))
-
-    def _peer_pieces(self, session: Session, item: int) -> tuple[Piece, ...]:
-        """The pieces of one layer's blocks on the peer's side: as many of the same lengths as on ours."""
-        if item not in self._pieces:
-            own, other = session.own.geometry, self.about.geometry
-            assert own is not None
-            assert other is not None
-            shares = shared_heads(self.about, session.own)
-            kinds = other.kinds[other.layers[item]], own.kinds[own.layers[item]]
-            self._pieces[item] = common_pieces(*kinds, shares)
-        return self._pieces[item]
 
     def _check(self) -> None:
         geometry = self.about.geometry
@@ -165,12 +153,3 @@ def _let_reach(own: int, wrapper: DeviceIPCWrapper, tensor: torch.Tensor) -> Non
         let_device_reach(own, tensor.data_ptr())
     else:
         enable_peer_access(own, peer)
-
-
-def _places(layer: KVLayout, storages: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Address in block 0, and stride, of each piece."""
-    planes = [layer.planes[piece.plane] for piece in pieces]
-    return [
-        (storages[plane.storage].data_ptr() + plane.offset + piece.start, plane.stride)
-        for plane, piece in zip(planes, pieces, strict=True)
-    ]

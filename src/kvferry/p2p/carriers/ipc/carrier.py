@@ -16,7 +16,8 @@ from functools import partial
 import numpy as np
 
 from kvferry.copy.pair_copiers import CudaPairCopier, HostPairCopier
-from kvferry.errors import PeerGoneError, TransferError
+from kvferry.copy.plan import check_ids
+from kvferry.errors import BlockIdError, PeerGoneError, TransferError
 from kvferry.p2p.caches import KVCaches
 from kvferry.p2p.carriers.base import Carrier, CarrierEvents
 from kvferry.p2p.carriers.ipc.caches import Exported
@@ -163,9 +164,8 @@ class IpcCarrier:
             self._host.expect(session, offer, destination)
             return
         caches = self._doors.caches_of(session)
-        whole = len(offer.block_ids) == 4 * offer.num_blocks
-        from_ids = np.frombuffer(offer.block_ids if whole else b"", dtype="<i4").astype(np.int64)
-        if caches is None or not _fit(from_ids, offer.num_blocks, caches.num_blocks):
+        from_ids = None if caches is None else _ids_of(offer, caches.num_blocks)
+        if caches is None or from_ids is None:
             error = TransferError("malformed", f"{offer.num_blocks} blocks whose ids are not those of the peer's cache")
             self._events.carrier_failed(session, error)
             return
@@ -251,6 +251,13 @@ class IpcCarrier:
             self._doors.forget(session)
 
 
-def _fit(ids: Int64s, wanted: int, num_blocks: int) -> bool:
-    """Whether they are as many as wanted, all different, and blocks of a cache that has so many."""
-    return len(ids) == wanted and len(np.unique(ids)) == wanted and ids.min() >= 0 and bool(ids.max() < num_blocks)
+def _ids_of(offer: Offer, num_blocks: int) -> Int64s | None:
+    """The sender's blocks; None where they are not as many as offered, or not different ones of a cache of so many."""
+    if len(offer.block_ids) != 4 * offer.num_blocks:
+        return None
+    ids = np.frombuffer(offer.block_ids, dtype="<i4").astype(np.int64)
+    try:
+        check_ids(ids, num_blocks)
+    except BlockIdError:
+        return None
+    return ids

@@ -17,8 +17,7 @@ from kvferry.copy.plan import ChunkMap
 from kvferry.copy.steps import Step
 from kvferry.cuda.device import bound
 from kvferry.cuda.stream import Stream
-from kvferry.layout import Plane
-from kvferry.p2p.geometry import Piece
+from kvferry.p2p.geometry import Piece, planes_of
 from kvferry.p2p.memory import BlockMemory
 
 _LOG = logging.getLogger(__name__)
@@ -108,8 +107,5 @@ def _chunk_of(part: Part) -> ChunkMap:
     caches = part.memory.caches
     layer = caches.layers[part.layer]
     bases = [storage.data_ptr() for storage in caches.storages]
-    planes = []
-    for plane, start, length in part.pieces:
-        own = layer.planes[plane]
-        planes.append(Plane(own.storage, own.offset + start, own.stride, length))
-    return ChunkMap(msgspec.structs.replace(layer, planes=tuple(planes)), bases, len(part.memory.ids))
+    cut = msgspec.structs.replace(layer, planes=planes_of(layer, part.pieces))
+    return ChunkMap(cut, bases, len(part.memory.ids))
