@@ -65,6 +65,10 @@ class TensorMemoryPool:
         with self._lock:
             return self._books.num_blocks
 
+    def block_bytes(self, nbytes: int) -> int:
+        """What an allocation of so many bytes takes of the pool."""
+        return self._books.block_size(nbytes)
+
     def allocate(self, nbytes: int) -> int:
         """The address of memory for so many bytes, to be filled by the caller.
 

@@ -9,7 +9,7 @@ import torch
 
 from kvferry.errors import PoolFullError
 from kvferry.p2p.memory import FlatMemory
-from kvferry.p2p.memory_pool import MIN_BLOCK_BYTES, TensorMemoryPool
+from kvferry.p2p.memory_pool import TensorMemoryPool
 from kvferry.p2p.receive.arena import Arena
 
 
@@ -92,7 +92,7 @@ class PoolRegion:
         return self._pool.used_bytes
 
     def could_ever(self, sizes: Sequence[int]) -> bool:
-        blocks = [_block_bytes(size) for size in sizes]
+        blocks = [self._pool.block_bytes(size) for size in sizes]
         return sum(blocks) <= self._pool.pool_bytes and max(blocks) <= self._largest_bytes
 
     def reserve(self, sizes: Sequence[int]) -> FlatMemory | None:
@@ -114,8 +114,3 @@ class PoolRegion:
 
     def close(self) -> None:
         self._pool.close()
-
-
-def _block_bytes(size: int) -> int:
-    """What the pool gives for so many bytes."""
-    return 1 << (max(MIN_BLOCK_BYTES, size) - 1).bit_length()
