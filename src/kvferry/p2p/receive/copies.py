@@ -12,6 +12,7 @@ from kvferry.errors import TransferError
 from kvferry.p2p.carriers.runs import ByteRuns
 
 _LOG = logging.getLogger(__name__)
+_IDLE_S = 1.0
 _END_S = 30.0
 _STEP_ROWS = 4096
 
@@ -40,15 +41,23 @@ class Copies:
             self._thread.join(_END_S)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            items, on_done = job
+        while True:
             try:
-                for address, runs in items:
-                    rows = runs.rows_from(address)
-                    for start in range(0, len(rows), _STEP_ROWS):
-                        self._copy_rows(rows[start : start + _STEP_ROWS])
-                error = None
-            except Exception as problem:  # noqa: BLE001 - whoever waits must be told
-                _LOG.exception("a copy out of the receive buffer failed")
-                error = TransferError("failed", f"the copy out of the receive buffer failed: {problem!r}")
-            on_done(error)
+                job = self._jobs.get(timeout=_IDLE_S)
+            except queue.Empty:
+                continue
+            if job is None:
+                return
+            self._do(*job)
+
+    def _do(self, items: Sequence[tuple[int, ByteRuns]], on_done: OnDone) -> None:
+        error = None
+        try:
+            for address, runs in items:
+                rows = runs.rows_from(address)
+                for start in range(0, len(rows), _STEP_ROWS):
+                    self._copy_rows(rows[start : start + _STEP_ROWS])
+        except Exception as problem:  # noqa: BLE001 - whoever waits must be told
+            _LOG.exception("a copy out of the receive buffer failed")
+            error = TransferError("failed", f"the copy out of the receive buffer failed: {problem!r}")
+        on_done(error)

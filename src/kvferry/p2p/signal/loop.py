@@ -90,6 +90,8 @@ class Loop:
             os.eventfd_write(self._wake_fd, 1)
         if self._thread.is_alive():
             self._thread.join(_END_S)
+        if self._thread.is_alive():
+            _LOG.error("the thread of the p2p engine did not end within %g s: its transfers are not over", _END_S)
         os.close(self._wake_fd)
 
     def _run(self) -> None:

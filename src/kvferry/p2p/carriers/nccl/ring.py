@@ -16,12 +16,13 @@ from kvferry.copy.kernel import CopyKernel
 from kvferry.copy.plan import ChunkMap
 from kvferry.copy.steps import Step
 from kvferry.cuda.device import bound
-from kvferry.cuda.stream import Stream
+from kvferry.cuda.stream import Stream, beside_captures
 from kvferry.p2p.geometry import Piece, planes_of
 from kvferry.p2p.memory import BlockMemory
 
 _LOG = logging.getLogger(__name__)
 _MAX_CTAS = 16  # of gather and scatter: with more of them NCCL's own blocks find no place beside them
+_IDLE_S = 1.0
 _END_S = 20.0
 
 Call = Callable[[], None]
@@ -41,7 +42,8 @@ class Part(NamedTuple):
 class Ring:
     """`slots` slots of `slot_bytes` bytes of device memory, allocated once. Runs `kvferry-p2p-ring`.
 
-    That thread alone makes the driver calls: one copy after the other. It calls `on_done` when the bytes are there.
+    That thread alone makes the driver calls of copies, one after the other, and spoils no CUDA graph that another one
+    captures. It calls `on_done` when the bytes are there.
     """
 
     def __init__(self, device: int, *, slots: int, slot_bytes: int) -> None:
@@ -49,7 +51,7 @@ class Ring:
         self.device = device
         self.slot_bytes = slot_bytes
         self._jobs: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        with ExitStack() as undo:
+        with beside_captures(device), ExitStack() as undo:
             self._kernel = CopyKernel(device, max_ctas=_MAX_CTAS)
             undo.callback(self._kernel.close)
             self._stream = undo.enter_context(Stream(device))
@@ -76,11 +78,19 @@ class Ring:
         if self._thread.is_alive():
             _LOG.error("the copies of the NCCL ring on device %d did not end within %g s", self.device, _END_S)
             return
-        self._undo.close()
+        with beside_captures(self.device):
+            self._undo.close()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
+        with beside_captures(self.device):
+            while True:
+                try:
+                    job = self._jobs.get(timeout=_IDLE_S)
+                except queue.Empty:
+                    continue
+                if job is None:
+                    return
+                job()
 
     def _copy(self, part: Part, slot: int, on_done: OnDone, *, to_flat: bool) -> None:
         error: Exception | None = None
