@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.p2p import P2pConfig, P2pNcclEngine
 from p2p.p2p_side import FORMAT, make_caches
+from p2p.pairs import Pair
 from p2p.sides import Sides
 from serving.fixtures import zygote as zygote
 from serving.process import Zygote
@@ -32,6 +33,20 @@ def make() -> Iterator[Make]:
             return engine
 
         yield made
+
+
+@pytest.fixture(params=["host", "ipc"])
+def carrier(request: pytest.FixtureRequest) -> str:
+    """The one that `pair` comes to use, by itself; a module that is about one of them has its own."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def pair(make: Make, carrier: str) -> Pair:
+    """P and D with their caches, in memory that can be mapped where the carrier needs that."""
+    caches = [make_caches(seed=seed, shared=carrier == "ipc") for seed in (1, 2)]
+    return Pair(make(caches[0]), caches[0], make(caches[1]), caches[1])
 
 
 @pytest.fixture
