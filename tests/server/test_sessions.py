@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from kvferry.errors import ProtocolError, RequestError
+from kvferry.ipc.peer import credentials, open_pidfd
 from kvferry.protocol.framing import encode_frame
 from kvferry.protocol.messages import (
     PROTOCOL_VERSION,
@@ -31,7 +32,6 @@ from kvferry.protocol.messages import (
 )
 from kvferry.server.key_run import KeyRun
 from kvferry.server.net.admission import Admission
-from kvferry.server.net.peer import credentials, open_pidfd
 from serving.engine_side import CHUNK_TOKENS
 from serving.process import Stage, Zygote, eventually
 from serving.raw import Raw

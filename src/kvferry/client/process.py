@@ -9,7 +9,7 @@ import select
 import socket
 import time
 
-from kvferry.protocol.framing import SO_PEERPIDFD
+from kvferry.ipc.peer import open_pidfd
 
 _LOOK_AGAIN_S = 0.5
 _UNSEEN_S = 60.0  # how long a process of which nothing can be seen may take to end after its socket has closed
@@ -74,11 +74,8 @@ class ServerProcess:
 
 def _pidfd_of(sock: socket.socket) -> int | None:
     """None where this kernel or namespace has none, or the process is gone."""
-    with contextlib.suppress(OSError):
-        return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    pid = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], "little", signed=True)
-    with contextlib.suppress(OSError):
-        return os.pidfd_open(pid) if pid > 0 else None
+    with contextlib.suppress(ProcessLookupError):
+        return open_pidfd(sock)
     return None
 
 

@@ -24,7 +24,6 @@ from kvferry.protocol.messages import MAX_FDS_A_BATCH, FdBatch, Message, Reply, 
 
 MAX_FRAME_BYTES = 16 << 20
 MAX_GREETING_BYTES = 64 << 10  # a frame of somebody who is not welcome yet
-SO_PEERPIDFD = 77  # Linux 6.5; the number is the kernel's
 READ_BYTES = 64 << 10  # less than what malloc maps anew each time
 _LENGTH = struct.Struct("<I")
 

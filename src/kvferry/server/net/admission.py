@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from kvferry.errors import RequestError
-from kvferry.server.net.peer import credentials, groups_of, open_pidfd
+from kvferry.ipc.peer import credentials, groups_of, open_pidfd
 
 MAX_STRANGERS = 64  # connections over TCP that have not shown a token yet
 

@@ -23,17 +23,17 @@ class DoorEvents(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Door:
-    """The socket to one peer. `pidfd` is -1 where there is none; `reads` until it reads this engine's KV no more."""
+    """The socket to one peer. `pidfd` is None where there is none; `reads` until it reads this engine's KV no more."""
 
     session: Session
     sock: socket.socket
-    pidfd: int
+    pidfd: int | None
     caches: PeerCaches
     reads: bool = True
 
     def close(self) -> None:
         """Hang up. Idempotent."""
         self.sock.close()
-        pidfd, self.pidfd = self.pidfd, -1
-        if pidfd >= 0:
+        pidfd, self.pidfd = self.pidfd, None
+        if pidfd is not None:
             os.close(pidfd)

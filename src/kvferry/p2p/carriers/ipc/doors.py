@@ -14,10 +14,10 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.errors import KVFerryError, ShareError
+from kvferry.ipc.peer import credentials, open_pidfd
 from kvferry.p2p.carriers.ipc.caches import Exported, PeerCaches
 from kvferry.p2p.carriers.ipc.door import Door, DoorEvents
 from kvferry.p2p.carriers.ipc.meeting import STEP_S, Meeting, receive_exactly
-from kvferry.p2p.carriers.ipc.peer import check_user, open_pidfd
 from kvferry.p2p.signal.handshake import TICKET_BYTES
 from kvferry.p2p.signal.session import Session
 
@@ -174,7 +174,7 @@ class Doors:
         try:
             sock.settimeout(STEP_S)
             sock.connect(f"\0{about.ipc_path}")
-            check_user(sock)
+            _check_user(sock)
             sock.sendall(ticket)
             caches = Meeting(sock, self.own).as_visitor(session.own, about)
             self._open_door(session, sock, caches)
@@ -192,7 +192,7 @@ class Doors:
 
     def _receive(self, sock: socket.socket) -> None:
         try:
-            check_user(sock)
+            _check_user(sock)
             ticket = receive_exactly(sock, TICKET_BYTES)
             with self._lock:
                 session = self._tickets.pop(ticket, None)
@@ -217,7 +217,7 @@ class Doors:
             sock.close()
 
     def _open_door(self, session: Session, sock: socket.socket, caches: PeerCaches) -> None:
-        door = Door(session, sock, -1, caches)
+        door = Door(session, sock, None, caches)
         try:
             door.pidfd = open_pidfd(sock)
             with self._lock:
@@ -226,7 +226,7 @@ class Doors:
                 self._doors[session] = door
         except BaseException:
             caches.close()
-            if door.pidfd >= 0:
+            if door.pidfd is not None:
                 os.close(door.pidfd)
             raise
         self._call(partial(self._watch, door))
@@ -236,7 +236,7 @@ class Doors:
             return  # forgotten already
         door.sock.setblocking(False)
         self._selector.register(door.sock, _READ, partial(self._on_word, door))
-        if door.pidfd >= 0:
+        if door.pidfd is not None:
             self._selector.register(door.pidfd, _READ, partial(self._on_death, door))
 
     def _on_word(self, door: Door) -> None:
@@ -247,28 +247,38 @@ class Doors:
         except OSError:
             data = b""
         if data == _DONE:
-            door.reads = False
-            self._events.peer_reads_no_more(door.session)
+            self._reads_no_more(door)
             return
         # A killed process hangs up before its copies have ended: only its pidfd tells of that.
         self._selector.unregister(door.sock)
-        if door.pidfd < 0 and door.reads:
-            door.reads = False
-            self._events.peer_reads_no_more(door.session)
+        if door.pidfd is None:
+            self._reads_no_more(door)
         self._events.peer_left(door.session)
 
     def _on_death(self, door: Door) -> None:
+        assert door.pidfd is not None
         self._selector.unregister(door.pidfd)
+        self._reads_no_more(door)
+        self._events.peer_left(door.session)
+
+    def _reads_no_more(self, door: Door) -> None:
         if door.reads:
             door.reads = False
             self._events.peer_reads_no_more(door.session)
-        self._events.peer_left(door.session)
 
     def _close_door(self, door: Door) -> None:
-        for fd in (door.sock, door.pidfd):
-            with contextlib.suppress(KeyError, ValueError):
-                self._selector.unregister(fd)
+        for watched in (door.sock, door.pidfd):
+            if watched is not None:
+                with contextlib.suppress(KeyError, ValueError):
+                    self._selector.unregister(watched)
         door.close()
+
+
+def _check_user(sock: socket.socket) -> None:
+    """Raise ShareError where the process at the other end is another user's."""
+    uid = credentials(sock).uid
+    if uid != os.geteuid():
+        raise ShareError(f"the other engine runs as user {uid}, this one as {os.geteuid()}: KV memory is not shared")
 
 
 def _guarded(call: Call) -> None:

@@ -7,10 +7,9 @@ import socket
 import struct
 from typing import NamedTuple
 
-from kvferry.protocol.framing import SO_PEERPIDFD
-
 _UCRED = struct.Struct("iII")
-_SO_PEERGROUPS = 59  # the number is the kernel's
+_SO_PEERGROUPS = 59  # the numbers are the kernel's
+_SO_PEERPIDFD = 77  # Linux 6.5
 _MAX_GROUPS_BYTES = 1024  # what Python reads of an option
 
 
@@ -54,7 +53,7 @@ def open_pidfd(sock: socket.socket) -> int | None:
 
 
 def _pidfd_of_socket(sock: socket.socket, _pid: int) -> int:
-    return sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
 
 
 def _pidfd_of_pid(_sock: socket.socket, pid: int) -> int:
