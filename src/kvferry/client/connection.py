@@ -9,9 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from kvferry.client.forks import tell_after_fork
 from kvferry.client.link import Link
 from kvferry.errors import DeadlineError, KVFerryError, ServerGoneError
+from kvferry.ipc.forks import tell_after_fork
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from kvferry.client.conversation import Conversation
-from kvferry.client.forks import tell_after_fork
 from kvferry.client.handshake import Greeting, connect, greet
 from kvferry.client.idle import Idle
 from kvferry.client.incoming import Heard, Incoming
@@ -20,6 +19,7 @@ from kvferry.client.process import ServerProcess
 from kvferry.client.url import Address
 from kvferry.client.waiting import Answer, OnAnswer, OnLost, Waiting
 from kvferry.errors import DeadlineError, ServerGoneError
+from kvferry.ipc.forks import tell_after_fork
 from kvferry.protocol.auth import Token
 from kvferry.protocol.framing import encode_request, send_within
 from kvferry.protocol.messages import Message, Ping

@@ -16,9 +16,9 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from kvferry.errors import ProtocolError, ShareError
+from kvferry.ipc.forks import tell_after_fork
 from kvferry.p2p.carriers.link import Link
 from kvferry.p2p.carriers.runs import ByteRuns
-from kvferry.p2p.forks import tell_after_fork
 from kvferry.p2p.signal.messages import NONCE_BYTES
 
 _LOG = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import zmq
 
 from kvferry.errors import DeadlineError, TransferError
-from kvferry.p2p.forks import tell_after_fork
+from kvferry.ipc.forks import tell_after_fork
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAIT_S = 0.5

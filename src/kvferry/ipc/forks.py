@@ -1,4 +1,4 @@
-"""What engines do in forked children: one hook for all of them, since such hooks cannot be taken back."""
+"""What clients and engines do in forked children: one hook for all of them, since such hooks cannot be taken back."""
 
 from __future__ import annotations
 
