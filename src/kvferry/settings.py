@@ -143,6 +143,21 @@ def split_host_port(text: str) -> tuple[str, int]:
     return match[1] or match[2] or LOOPBACK, int(match[3])
 
 
+def join_host_port(host: str, port: int) -> str:
+    """`HOST:PORT`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it; False for a name other than localhost."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
 def is_host_port(text: str) -> bool:
     """Whether it is; raises ValueError where not."""
     return bool(split_host_port(text))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 from dataclasses import dataclass, field
 
-from kvferry.settings import split_host_port
+from kvferry.settings import is_loopback, split_host_port
 
 SEND_TYPES = ("PUT_ASYNC", "PUT", "GET")
 CARRIERS = ("auto", "ipc", "nccl", "host")
@@ -94,16 +93,6 @@ class P2pConfig:
     def secret(self) -> bytes | None:
         """The token's bytes."""
         return None if self.token is None else self.token.encode()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach it."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 def new_instance_id() -> bytes:

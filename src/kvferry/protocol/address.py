@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.settings import split_host_port
+from kvferry.settings import join_host_port, split_host_port
 
 TCP_SCHEME = "tcp://"
 
@@ -27,8 +27,7 @@ class TcpAddress:
     port: int
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{TCP_SCHEME}{host}:{self.port}"
+        return f"{TCP_SCHEME}{join_host_port(self.host, self.port)}"
 
     @classmethod
     def parse(cls, url: str) -> TcpAddress:

@@ -12,16 +12,11 @@ from zmq.utils import z85
 
 from kvferry.errors import ShareError, TransferError
 from kvferry.p2p.signal.messages import MAX_MESSAGE_BYTES
-from kvferry.settings import split_host_port
+from kvferry.settings import join_host_port, split_host_port
 
 _QUEUED_MESSAGES = 256
 _MAX_FRAMES = 2
 _ZAP = "inproc://zeromq.zap.01"
-
-
-def join_host_port(host: str, port: int) -> str:
-    """`HOST:PORT`, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def resolved(address: str) -> str:

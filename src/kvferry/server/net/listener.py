@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import grp
-import ipaddress
 import logging
 import os
 import socket
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from kvferry.config import ServerConfig
 from kvferry.errors import ShareError
 from kvferry.protocol.address import Address, TcpAddress, UnixAddress
+from kvferry.settings import is_loopback
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class TcpListener:
                 f"cannot listen at {address}: {error}; choose another port, or 0 for any that is free"
             ) from error
         self.address: Address = TcpAddress(host, port)
-        if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        if not is_loopback(host):
             _LOG.warning(
                 "%s can be reached from other machines: who may connect is checked, but nothing is encrypted",
                 self.address,

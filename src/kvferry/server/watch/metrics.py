@@ -24,7 +24,7 @@ from kvferry import __version__
 from kvferry.errors import ShareError
 from kvferry.server.watch.prometheus import PREFIX, metrics_of
 from kvferry.server.watch.snapshots import Snapshot
-from kvferry.settings import split_host_port
+from kvferry.settings import join_host_port, split_host_port
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ class MetricsServer:
         except OSError as error:
             raise ShareError(f"metrics cannot be served at {address}: {error}; choose another address") from error
         bound = self._server.server_address
-        shown = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown}:{bound[1]}/metrics"
+        self.url = f"http://{join_host_port(host, int(bound[1]))}/metrics"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="kvferry-metrics", daemon=True
         )
