@@ -41,6 +41,13 @@ def join(first: Side, second: Side, *, within_s: float = 20.0) -> None:
         side.answer()
 
 
+def both(first: Side, second: Side, op: str, ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any]:
+    """The same command on both sides at the same time."""
+    first.ask(op, **ours)
+    second.ask(op, **theirs)
+    return first.answer(), second.answer()
+
+
 class NcclSide:
     """The operations; each gives a dict. Memory goes by a name, ranges are [name, offset, nbytes]."""
 

@@ -7,12 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
-from doubles.nccl_side import join
+from doubles.nccl_side import both, join
 from kvferry.cuda.device import device_uuid
 from kvferry.cuda.memory import memory_info
 from kvferry.errors import NcclError, NcclPeerError, SameDeviceError
@@ -63,13 +62,6 @@ def stage(zygote: Zygote) -> Iterator[Stage]:
     made = Stage(zygote)
     yield made
     made.close()
-
-
-def both(first: Side, second: Side, op: str, ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any]:
-    """The same command on both sides at the same time."""
-    first.ask(op, **ours)
-    second.ask(op, **theirs)
-    return first.answer(), second.answer()
 
 
 def check_moves(sender: Side, receiver: Side, nbytes: int = 64 * MIB) -> None:

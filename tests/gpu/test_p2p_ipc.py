@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from p2p.sides import Sides, address_of
-from p2p.test_deaths import BIG, BLOCKS, FEW, begin, send_and_check
-from serving.process import Side, Zygote, eventually
+from p2p.sides import BIG, BLOCKS, FEW, Sides, address_of, begin, check_carrier, send_and_check
+from serving.process import Zygote, eventually
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -43,10 +42,6 @@ def sides(zygote: Zygote) -> Iterator[Sides]:
     made.close()
 
 
-def check_ipc(side: Side) -> None:
-    assert set(side.call("stats")["stats"]["peers"].values()) == {"ipc"}
-
-
 def free_bytes(gpu: int) -> int:
     return torch.cuda.mem_get_info(gpu)[0]
 
@@ -59,7 +54,7 @@ def test_shuffled_blocks_both_ways(sides: Sides, gpus: tuple[int, int], caches: 
     others = [block for block in range(64) if block not in FEW]
     before = second.call("digest", blocks=others)
     send_and_check(first, second, "there")
-    check_ipc(first)
+    check_carrier(first, "ipc")
     assert second.call("digest", blocks=others) == before
     all_blocks = list(range(64))
     there, back = all_blocks[:], all_blocks[:]
@@ -104,7 +99,7 @@ def test_senders_killed_in_mid_transfer(sides: Sides, gpus: tuple[int, int]) -> 
         digest = receiver.call("digest", blocks=BLOCKS)
         send_and_check(bystander, receiver, f"s{turn}")
         assert receiver.call("digest", blocks=BLOCKS) == digest
-    check_ipc(receiver)
+    check_carrier(receiver, "ipc")
 
 
 @pytest.mark.parametrize("gpus", PLACES)
@@ -123,7 +118,7 @@ def test_receivers_killed_in_mid_transfer(sides: Sides, gpus: tuple[int, int]) -
         assert sender.call("wait", what=f"send t{turn}", timeout_s=10)["code"] in ("peer_gone", None)
         eventually(lambda: free_bytes(gpus[1]) >= free - (32 << 20), BACK_S)
         send_and_check(sender, bystander, f"s{turn}")
-    check_ipc(sender)
+    check_carrier(sender, "ipc")
 
 
 @pytest.mark.parametrize("gpus", PLACES)

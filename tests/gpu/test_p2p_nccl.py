@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from p2p.sides import Sides, address_of
-from p2p.test_deaths import BIG, BLOCKS, FEW, begin, send_and_check
+from p2p.sides import BIG, BLOCKS, FEW, Sides, address_of, begin, send_and_check
 from serving.process import Side, Zygote, eventually
 
 _NUM_GPUS = torch.cuda.device_count()

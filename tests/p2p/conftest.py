@@ -37,7 +37,7 @@ def make() -> Iterator[Make]:
 
 @pytest.fixture(params=["host", "ipc"])
 def carrier(request: pytest.FixtureRequest) -> str:
-    """The one that `pair` comes to use, by itself; a module that is about one of them has its own."""
+    """The one that engines come to use by themselves; a module that is about one of them has its own."""
     name: str = request.param
     return name
 

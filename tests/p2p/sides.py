@@ -10,6 +10,9 @@ from typing import Any
 from serving.process import Side, Zygote, eventually
 
 CACHES = {"num_blocks": 64, "num_layers": 4}
+BIG = {"num_blocks": 256, "num_layers": 4, "heads": 8}  # 16 MiB a layer, of which most are sent
+BLOCKS = list(range(8, 256))
+FEW = [3, 1, 4, 2]
 
 
 class Sides:
@@ -39,3 +42,29 @@ def address_of(side: Side) -> str:
     """Where peers reach it."""
     address: str = side.call("address")["address"]
     return address
+
+
+def begin(sender: Side, receiver: Side, name: str) -> None:
+    """A transfer of which the first layer has landed and the others are on their way."""
+    receiver.call("receive", name=name, blocks=BLOCKS, within_s=40)
+    sender.call("send", name=name, blocks=BLOCKS, to=address_of(receiver), layer_wise=True)
+    sender.call("layer_ready", name=name, layer=0)
+    receiver.call("wait_layer", name=name, layer=0)
+    for layer in (1, 2, 3):
+        sender.ask("layer_ready", name=name, layer=layer)
+        if layer < 3:
+            sender.answer()
+
+
+def send_and_check(sender: Side, receiver: Side, name: str) -> None:
+    """A small transfer between two that live."""
+    receiver.call("receive", name=name, blocks=FEW, within_s=30)
+    sender.call("send", name=name, blocks=FEW, to=address_of(receiver))
+    assert receiver.call("wait", what=f"receive {name}") == {"code": None}
+    assert sender.call("wait", what=f"send {name}") == {"code": None}
+    assert receiver.call("digest", blocks=FEW) == sender.call("digest", blocks=FEW)
+
+
+def check_carrier(side: Side, carrier: str) -> None:
+    """All sessions of an engine that has some use this one."""
+    assert set(side.call("stats")["stats"]["peers"].values()) == {carrier}

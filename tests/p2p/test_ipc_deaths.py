@@ -3,72 +3,14 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 
-import pytest
-
-from p2p.sides import Sides, address_of
-from p2p.test_deaths import BIG, BLOCKS, begin, send_and_check
+from p2p.sides import BIG, BLOCKS, Sides, address_of, begin, check_carrier, send_and_check
 from serving.process import Side, eventually
 
 SHARED = {**BIG, "shared": True}
 BACK_S = 10.0  # 0.5 s are promised; this machine may be busy with other things
-
-
-def carriers(side: Side) -> list[str]:
-    return list(side.call("stats")["stats"]["peers"].values())
-
-
-def check_ipc(side: Side) -> None:
-    assert set(carriers(side)) == {"ipc"}
-
-
-@pytest.mark.timeout(180)
-def test_receivers_killed_in_mid_transfer(sides: Sides) -> None:
-    """The sender has its blocks back once the reader's process has ended, and lets go of the reader's memory."""
-    sender = sides.start(caches={**SHARED, "seed": 1})
-    bystander = sides.start(caches={**SHARED, "seed": 2})
-    send_and_check(sender, bystander, "first")
-    mapped, fds = sender.memfd_inodes(), sender.fds()
-    dice = random.Random(5)
-    for turn in range(10):
-        victim = sides.start(caches={**SHARED, "seed": 3})
-        begin(sender, victim, f"t{turn}")
-        time.sleep(dice.random() * 0.02)
-        victim.kill()
-        sender.answer()
-        assert sender.call("wait", what=f"send t{turn}", timeout_s=10)["code"] in ("peer_gone", None)
-        eventually(lambda: sender.memfd_inodes() == mapped, BACK_S)
-        send_and_check(sender, bystander, f"s{turn}")
-    check_ipc(sender)
-    eventually(lambda: sender.fds() == fds)
-    assert sender.call("stats")["stats"]["sending"] == 0
-
-
-@pytest.mark.timeout(180)
-def test_senders_killed_in_mid_transfer(sides: Sides) -> None:
-    """The receiver's claim fails, nothing writes into its blocks any more, and the dead one's memory is let go."""
-    receiver = sides.start(caches={**SHARED, "seed": 1})
-    bystander = sides.start(caches={**SHARED, "seed": 2})
-    send_and_check(bystander, receiver, "first")
-    mapped, fds = receiver.memfd_inodes(), receiver.fds()
-    dice = random.Random(6)
-    for turn in range(10):
-        victim = sides.start(caches={**SHARED, "seed": 3})
-        begin(victim, receiver, f"t{turn}")
-        time.sleep(dice.random() * 0.02)
-        victim.kill()
-        assert receiver.call("wait", what=f"receive t{turn}", timeout_s=10)["code"] in ("peer_gone", None)
-        eventually(lambda: receiver.memfd_inodes() == mapped, BACK_S)
-        digest = receiver.call("digest", blocks=BLOCKS)
-        send_and_check(bystander, receiver, f"s{turn}")
-        assert receiver.call("digest", blocks=BLOCKS) == digest
-    check_ipc(receiver)
-    eventually(lambda: receiver.fds() == fds)
-    stats = receiver.call("stats")["stats"]
-    assert (stats["receiving"], stats["used_bytes"]) == (0, {"buffer": 0})
 
 
 def stopped_reader(sides: Sides, *, lease_s: float, heartbeat_s: float) -> tuple[Side, Side, dict[str, str]]:
@@ -79,7 +21,7 @@ def stopped_reader(sides: Sides, *, lease_s: float, heartbeat_s: float) -> tuple
     sender.call("send", name="t", blocks=BLOCKS, to=address_of(reader), layer_wise=True)
     sender.call("layer_ready", name="t", layer=0)
     reader.call("wait_layer", name="t", layer=0)
-    check_ipc(sender)
+    check_carrier(sender, "ipc")
     before = reader.call("digest", blocks=BLOCKS)
     os.kill(reader.pid, signal.SIGSTOP)
     for layer in (1, 2, 3):
@@ -115,7 +57,7 @@ def test_a_reader_that_is_silent_until_its_session_ends(sides: Sides) -> None:
     assert sender.call("wait", what="send t", timeout_s=20)["code"] == "peer_gone"
     assert reader.call("wait", what="receive t", timeout_s=20)["code"] == "peer_gone"
     send_and_check(sender, reader, "next")
-    check_ipc(sender)
+    check_carrier(sender, "ipc")
 
 
 def test_a_silent_reader_that_is_killed(sides: Sides) -> None:
@@ -125,20 +67,6 @@ def test_a_silent_reader_that_is_killed(sides: Sides) -> None:
     reader.kill()
     assert sender.call("wait", what="send t", timeout_s=20)["code"] in ("peer_gone", "expired")
     eventually(lambda: sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 0)
-
-
-def test_restarted_on_the_same_port(sides: Sides) -> None:
-    """N7: the next transfer goes to the new engine's memory."""
-    sender = sides.start(caches={"seed": 1, "shared": True})
-    receiver = sides.start(caches={"seed": 2, "shared": True})
-    address = address_of(receiver)
-    for turn in range(3):
-        send_and_check(sender, receiver, f"before {turn}")
-        receiver.kill()
-        eventually(lambda receiver=receiver: not receiver.alive)  # type: ignore[misc]
-        receiver = sides.start(caches={"seed": 3 + turn, "shared": True}, address=address)
-        send_and_check(sender, receiver, f"after {turn}")
-        check_ipc(sender)
 
 
 def test_an_engine_that_ends_while_it_is_read(sides: Sides) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2p.sides import Sides
-from p2p.test_deaths import FEW, send_and_check
+from p2p.sides import FEW, Sides, send_and_check
 from serving.process import Side, eventually
 
 SMALL = {"num_blocks": 32, "num_layers": 2}

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from doubles.nccl_double import build
-from p2p.sides import Sides, address_of
-from p2p.test_deaths import FEW, send_and_check
+from p2p.sides import FEW, Sides, address_of, send_and_check
 from serving.process import Side, eventually
 
 SMALL = {"num_blocks": 32, "num_layers": 3}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from doubles.nccl_side import join
+from doubles.nccl_side import both, join
 from serving.process import Side, SideError, Zygote, eventually
 
 MIB = 1 << 20
@@ -45,13 +44,6 @@ def stage(zygote: Zygote, nccl_so: Path) -> Iterator[Stage]:
     made = Stage(zygote, nccl_so)
     yield made
     made.close()
-
-
-def both(first: Side, second: Side, op: str, ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, Any]:
-    """The same command on both sides at the same time."""
-    first.ask(op, **ours)
-    second.ask(op, **theirs)
-    return first.answer(), second.answer()
 
 
 def check_moves(sender: Side, receiver: Side) -> None:

@@ -28,7 +28,7 @@ Call = Callable[[], None]
 
 
 class Loop:
-    """Runs `kvferry-p2p`. All but `post` and `close` belong to that thread."""
+    """Runs `kvferry-p2p`. All but `start`, `post`, `ask` and `close` belong to that thread."""
 
     def __init__(self, on_tick: Callable[[float], float], on_end: Call) -> None:
         """`on_tick(now)` says when to come again; `on_end` is the last that the thread calls."""

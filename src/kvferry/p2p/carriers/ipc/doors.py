@@ -14,10 +14,11 @@ from collections.abc import Callable
 from functools import partial
 
 from kvferry.errors import KVFerryError, ShareError
-from kvferry.ipc.peer import credentials, open_pidfd
+from kvferry.ipc.forks import tell_after_fork
+from kvferry.ipc.peer import open_pidfd
 from kvferry.p2p.carriers.ipc.caches import Exported, PeerCaches
 from kvferry.p2p.carriers.ipc.door import Door, DoorEvents
-from kvferry.p2p.carriers.ipc.meeting import STEP_S, Meeting, receive_exactly
+from kvferry.p2p.carriers.ipc.meeting import STEP_S, Meeting, check_user, receive_exactly
 from kvferry.p2p.signal.handshake import TICKET_BYTES
 from kvferry.p2p.signal.session import Session
 
@@ -60,7 +61,17 @@ class Doors:
         """Begin to listen."""
         self._selector.register(self._wake_fd, _READ, lambda: os.eventfd_read(self._wake_fd))
         self._selector.register(self._listener, _READ, self._on_accept)
+        tell_after_fork(self)
         self._thread.start()
+
+    def after_fork(self) -> None:
+        """A forked child must not keep the sockets open: where there is no pidfd, their end tells of this process's."""
+        self._lock = threading.Lock()
+        self._closing = True
+        for door in self._doors.values():
+            door.close()
+        for sock in (self._listener, *self._meetings.values()):
+            sock.close()
 
     def await_visitor(self, session: Session, ticket: bytes) -> None:
         """The other engine may come and show it, until `forget`."""
@@ -174,7 +185,7 @@ class Doors:
         try:
             sock.settimeout(STEP_S)
             sock.connect(f"\0{about.ipc_path}")
-            _check_user(sock)
+            check_user(sock)
             sock.sendall(ticket)
             caches = Meeting(sock, self.own).as_visitor(session.own, about)
             self._open_door(session, sock, caches)
@@ -192,7 +203,7 @@ class Doors:
 
     def _receive(self, sock: socket.socket) -> None:
         try:
-            _check_user(sock)
+            check_user(sock)
             ticket = receive_exactly(sock, TICKET_BYTES)
             with self._lock:
                 session = self._tickets.pop(ticket, None)
@@ -272,13 +283,6 @@ class Doors:
                 with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(watched)
         door.close()
-
-
-def _check_user(sock: socket.socket) -> None:
-    """Raise ShareError where the process at the other end is another user's."""
-    uid = credentials(sock).uid
-    if uid != os.geteuid():
-        raise ShareError(f"the other engine runs as user {uid}, this one as {os.geteuid()}: KV memory is not shared")
 
 
 def _guarded(call: Call) -> None:

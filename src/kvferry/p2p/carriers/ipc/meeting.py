@@ -10,6 +10,7 @@ what kept it from mapping the host's      ->
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -21,6 +22,7 @@ import msgspec
 
 from kvferry.errors import KVFerryError, ShareError, WireError
 from kvferry.ipc.fds import recv, send
+from kvferry.ipc.peer import credentials
 from kvferry.layout import KVLayout
 from kvferry.p2p.carriers.ipc.caches import Exported, Layers, PeerCaches
 from kvferry.p2p.signal.messages import MAX_MESSAGE_BYTES, About
@@ -99,6 +101,13 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
         return decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
         raise WireError(f"what the peer tells of its KV caches cannot be read: {error}") from None
+
+
+def check_user(sock: socket.socket) -> None:
+    """Raise ShareError where the process at the other end is another user's."""
+    uid = credentials(sock).uid
+    if uid != os.geteuid():
+        raise ShareError(f"the other engine runs as user {uid}, this one as {os.geteuid()}: KV memory is not shared")
 
 
 def receive_exactly(sock: socket.socket, nbytes: int) -> bytes:
