@@ -7,19 +7,20 @@ docs/cache-server.md come. There is no second list.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from kvferry.settings import (
-    METADATA,
     Kind,
     Setting,
     are_options,
+    check_settings,
     choice,
     is_host_port,
     is_remote_url,
     path,
     quotas,
     seconds,
+    settings_of,
 )
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -209,13 +210,7 @@ class ServerConfig:
     )
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is None and each.default is None:
-                continue
-            problem = each.metadata[METADATA].problem(value)
-            if problem is not None:
-                raise ValueError(f"{each.name} {problem}")
+        check_settings(self)
         if self.listen is not None and self.token_file is None:
             raise ValueError("listen (TCP) needs token-file: anybody could connect otherwise")
         if (self.disk_path is None) != (self.disk_bytes is None):
@@ -238,4 +233,4 @@ def sessions_of_a_tenant(config: ServerConfig) -> int:
 
 def server_settings() -> dict[str, Setting]:
     """How each field of `ServerConfig` is set, by the field's name."""
-    return {each.name: each.metadata[METADATA] for each in fields(ServerConfig)}
+    return settings_of(ServerConfig)

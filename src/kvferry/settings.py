@@ -7,11 +7,13 @@ import ipaddress
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 METADATA = "setting"
+SERVER_PREFIX = "KVFERRY_"  # of the environment's variables
+ROUTER_PREFIX = "KVFERRY_ROUTE_"
 LOOPBACK = "127.0.0.1"
 MAX_TOKEN_NAME_BYTES = 512
 
@@ -25,13 +27,14 @@ class Kind(enum.Enum):
     SECONDS = "seconds"
     SWITCH = "true or false"
     COUNTS = "whole numbers"
+    WORDS = "words"
     OPTIONS = "NAME=VALUE"
     SIZES = "NAME=SIZE"
 
     @property
     def repeated(self) -> bool:
         """Whether the value has several parts, so that its flag may be given again."""
-        return self in (Kind.COUNTS, Kind.OPTIONS, Kind.SIZES)
+        return self in (Kind.COUNTS, Kind.WORDS, Kind.OPTIONS, Kind.SIZES)
 
     @property
     def types(self) -> tuple[type, ...]:
@@ -45,6 +48,7 @@ _TYPES = {
     Kind.SECONDS: (int, float),
     Kind.SWITCH: (bool,),
     Kind.COUNTS: (frozenset, set, list, tuple),
+    Kind.WORDS: (tuple,),
     Kind.OPTIONS: (Mapping,),
     Kind.SIZES: (Mapping,),
 }
@@ -55,7 +59,7 @@ class Setting:
     """How one field of a configuration is set from outside.
 
     `name` is the flag without its dashes, and, with `_` for `-`, the key of the file and the environment's variable
-    after `KVFERRY_`. `allowed` says in words what `check` lets pass; `shown` which values may be shown to people.
+    after `prefix`. `allowed` says in words what `check` lets pass; `shown` which values may be shown to people.
     """
 
     name: str
@@ -64,6 +68,7 @@ class Setting:
     allowed: str
     check: Callable[[Any], bool]
     shown: Callable[[Any], bool] = lambda _: True
+    prefix: str = SERVER_PREFIX
 
     @property
     def metadata(self) -> Mapping[str, Setting]:
@@ -76,7 +81,7 @@ class Setting:
 
     @property
     def env(self) -> str:
-        return f"KVFERRY_{self.key.upper()}"
+        return f"{self.prefix}{self.key.upper()}"
 
     def problem(self, value: object) -> str | None:
         """What is wrong with a value, None where nothing is."""
@@ -94,6 +99,22 @@ class Setting:
             return self.shown(value)
         except (TypeError, ValueError, AttributeError):
             return False
+
+
+def settings_of(config: type[Any]) -> dict[str, Setting]:
+    """How each field of a configuration is set, by the field's name."""
+    return {each.name: each.metadata[METADATA] for each in fields(config)}
+
+
+def check_settings(config: Any) -> None:
+    """Raise ValueError, with one line, where a field of a configuration is not what its setting allows."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if value is None and each.default is None:
+            continue
+        problem = each.metadata[METADATA].problem(value)
+        if problem is not None:
+            raise ValueError(f"{each.name} {problem}")
 
 
 def choice(name: str, text: str, choices: tuple[str, ...]) -> Setting:

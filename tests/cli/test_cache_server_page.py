@@ -47,7 +47,7 @@ def test_the_file_on_the_page_is_right(tmp_path: Path) -> None:
     (toml,) = re.findall(r"```toml\n(.+?)```", PAGE, re.DOTALL)
     file = tmp_path / "kv.toml"
     file.write_text(toml)
-    assert load_config({}, file, {}).config.socket_path
+    assert load_config(ServerConfig, {}, file, {}).config.socket_path
 
 
 def test_every_reason_of_a_miss_is_explained() -> None:

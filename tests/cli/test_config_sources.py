@@ -90,15 +90,17 @@ def as_toml(words: Mapping[str, list[str]]) -> str:
     return "\n".join(lines)
 
 
-def load(folder: Path, by: str, words: Mapping[str, list[str]], beside: Mapping[str, list[str]]) -> Loaded:
+def load(
+    folder: Path, by: str, words: Mapping[str, list[str]], beside: Mapping[str, list[str]]
+) -> Loaded[ServerConfig]:
     """Give `words` by one source, and `beside` by another."""
     if by == "flag":
-        return load_config(as_flags(words), None, as_environment(beside))
+        return load_config(ServerConfig, as_flags(words), None, as_environment(beside))
     if by == "environment":
-        return load_config(as_flags(beside), None, as_environment(words))
+        return load_config(ServerConfig, as_flags(beside), None, as_environment(words))
     file = folder / "kv.toml"
     file.write_text(as_toml(words))
-    return load_config(as_flags(beside), file, {})
+    return load_config(ServerConfig, as_flags(beside), file, {})
 
 
 def test_there_is_a_case_for_each_field() -> None:
@@ -140,7 +142,7 @@ def test_flags_go_before_the_environment_and_that_before_the_file(tmp_path: Path
     file = tmp_path / "kv.toml"
     file.write_text('socket = "f"\nmemory = "1MiB"\nmax_sessions = 1\nstall_s = 7\n')
     environ = {"KVFERRY_MEMORY": "2MiB", "KVFERRY_MAX_SESSIONS": "2", "KVFERRY_CONFIG": str(file)}
-    loaded = load_config({"max_sessions": "3"}, None, environ)
+    loaded = load_config(ServerConfig, {"max_sessions": "3"}, None, environ)
     config = loaded.config
     assert (config.socket_path, config.stall_s, config.memory_bytes, config.max_sessions) == ("f", 7.0, 2 << 20, 3)
     assert [loaded.sources[field] for field in ("stall_s", "memory_bytes", "max_sessions", "device")] == [
@@ -170,6 +172,7 @@ def test_empty_and_malformed_values_are_one_line_with_key_source_and_what_is_all
     flags: dict[str, Any] = {field: [text] if setting.kind.repeated else text} if by == "flag" else {}
     with pytest.raises(ValueError) as caught:
         load_config(
+            ServerConfig,
             {"socket_path": "s", **flags},
             file if by == "file" else None,
             {setting.env: text} if by == "environment" else {},
@@ -184,7 +187,9 @@ def test_empty_and_malformed_values_are_one_line_with_key_source_and_what_is_all
 @pytest.mark.parametrize("field", [field for field in CASES if SETTINGS[field].kind is Kind.TEXT])
 def test_an_empty_word_is_no_value(field: str) -> None:
     with pytest.raises(ValueError) as caught:
-        load_config({} if field == "socket_path" else {"socket_path": "s"}, None, {SETTINGS[field].env: ""})
+        load_config(
+            ServerConfig, {} if field == "socket_path" else {"socket_path": "s"}, None, {SETTINGS[field].env: ""}
+        )
     assert str(caught.value).startswith(f"{SETTINGS[field].name} (environment {SETTINGS[field].env}) is ''")
 
 
@@ -196,19 +201,19 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path, toml: str, nearest: st
     file = tmp_path / "kv.toml"
     file.write_text(toml)
     with pytest.raises(ValueError, match=f"unknown key .* nearest known one is {nearest}"):
-        load_config({"socket_path": "s"}, file, {})
+        load_config(ServerConfig, {"socket_path": "s"}, file, {})
 
 
 def test_an_unknown_variable_names_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'KVFERRY_MEMROY' \(the nearest known one is KVFERRY_MEMORY\)"):
-        load_config({"socket_path": "s"}, None, {"KVFERRY_MEMROY": "4GiB"})
+        load_config(ServerConfig, {"socket_path": "s"}, None, {"KVFERRY_MEMROY": "4GiB"})
 
 
 @pytest.mark.parametrize(
     "name", ["KVFERRY_SERVICE_HOST", "KVFERRY_PORT", "KVFERRY_PORT_9464_TCP_ADDR", "KVFERRY_B_SERVICE_PORT_HTTP"]
 )
 def test_what_kubernetes_sets_is_not_ours(name: str) -> None:
-    load_config({"socket_path": "s"}, None, {name: "10.0.0.1", "HOME": "/"})
+    load_config(ServerConfig, {"socket_path": "s"}, None, {name: "10.0.0.1", "HOME": "/"})
 
 
 @pytest.mark.parametrize(
@@ -219,44 +224,44 @@ def test_a_file_that_is_wrong(tmp_path: Path, content: bytes, words: str) -> Non
     file = tmp_path / "kv.toml"
     file.write_bytes(content)
     with pytest.raises(ValueError, match=words):
-        load_config({}, file, {})
+        load_config(ServerConfig, {}, file, {})
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="none cannot be read: No such file"):
-        load_config({"socket_path": "s"}, tmp_path / "none", {})
+        load_config(ServerConfig, {"socket_path": "s"}, tmp_path / "none", {})
 
 
 def test_a_path_of_the_file_that_is_empty_is_told() -> None:
     with pytest.raises(ValueError, match="KVFERRY_CONFIG is empty; it must be the path"):
-        load_config({"socket_path": "s"}, None, {"KVFERRY_CONFIG": ""})
+        load_config(ServerConfig, {"socket_path": "s"}, None, {"KVFERRY_CONFIG": ""})
 
 
 def test_a_value_that_is_hidden_by_another_source_has_to_be_right_too() -> None:
     with pytest.raises(ValueError, match="environment KVFERRY_MEMORY"):
-        load_config({"socket_path": "s", "memory_bytes": "1GiB"}, None, {"KVFERRY_MEMORY": "lots"})
+        load_config(ServerConfig, {"socket_path": "s", "memory_bytes": "1GiB"}, None, {"KVFERRY_MEMORY": "lots"})
 
 
 def test_what_has_to_be_set_and_is_not_is_told_with_all_its_names() -> None:
     with pytest.raises(ValueError, match="give --socket, KVFERRY_SOCKET, or socket in the file"):
-        load_config({}, None, {})
+        load_config(ServerConfig, {}, None, {})
 
 
 def test_the_printed_configuration_is_a_file_that_means_the_same(tmp_path: Path) -> None:
     words = {field: case[0] for field, case in CASES.items() if field != "remote_options"}
-    loaded = load_config(as_flags(words), None, {})
+    loaded = load_config(ServerConfig, as_flags(words), None, {})
     file = tmp_path / "kv.toml"
     file.write_text(view_config(loaded))
-    assert load_config({}, file, {}).config == loaded.config
+    assert load_config(ServerConfig, {}, file, {}).config == loaded.config
 
 
 def test_secrets_are_not_printed() -> None:
     words = {"socket_path": ["s"], "remote_url": ["s3://b"], "remote_options": ["secret_access_key=hunter2"]}
-    text = view_config(load_config(as_flags(words), None, {}))
+    text = view_config(load_config(ServerConfig, as_flags(words), None, {}))
     assert "hunter2" not in text
     assert 'remote_option = { "secret_access_key" = "***" }' in text
     with pytest.raises(ValueError) as caught:
-        load_config({"socket_path": "s", "remote_options": ["hunter2"]}, None, {})
+        load_config(ServerConfig, {"socket_path": "s", "remote_options": ["hunter2"]}, None, {})
     assert "hunter2" not in str(caught.value)
 
 
@@ -288,9 +293,9 @@ def test_a_python_without_tomllib_reads_files_by_tomli(tmp_path: Path, monkeypat
     spec.loader.exec_module(module)
     file = tmp_path / "kv.toml"
     file.write_text('socket = "s"\nmemory = "1MiB"\n')
-    assert module.load_config({}, file, {}).config.memory_bytes == 1 << 20
+    assert module.load_config(ServerConfig, {}, file, {}).config.memory_bytes == 1 << 20
     assert "loads" in asked
     file.write_text("socket =")
     with pytest.raises(ValueError, match="is no TOML"):
-        module.load_config({}, file, {})
+        module.load_config(ServerConfig, {}, file, {})
     assert "TOMLDecodeError" in asked

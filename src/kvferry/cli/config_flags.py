@@ -1,4 +1,4 @@
-"""The settings of the server as options of a command."""
+"""The settings of a configuration as options of a command."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from typing import Annotated, Any
 import typer
 
 from kvferry.cli.config_values import show_value
-from kvferry.config import ServerConfig
 from kvferry.settings import METADATA, Kind, Setting
 
 __all__ = ["show_default", "with_settings"]
 
-_METAVARS = {Kind.SIZE: "SIZE", Kind.COUNT: "NUMBER", Kind.COUNTS: "NUMBER", Kind.SECONDS: "SECONDS", Kind.TEXT: "TEXT"}
+_METAVARS = {
+    Kind.SIZE: "SIZE",
+    Kind.COUNT: "NUMBER",
+    Kind.COUNTS: "NUMBER",
+    Kind.WORDS: "TEXT",
+    Kind.SECONDS: "SECONDS",
+    Kind.TEXT: "TEXT",
+}
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each setting of the server.
+def with_settings(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each setting of a configuration.
 
     Its first argument gets what was given for them, by the fields' names; None or an empty list where nothing was.
     Values are checked where all sources come together, so that a wrong one is told in the same words from everywhere.
     """
-    options = [_option(each) for each in fields(ServerConfig)]
+    return functools.partial(_with_options, [_option(each) for each in fields(config)])
+
+
+def _with_options(options: list[inspect.Parameter], command: Callable[..., None]) -> Callable[..., None]:
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
 
     @functools.wraps(command)

@@ -29,7 +29,9 @@ def from_texts(setting: Setting, texts: list[str]) -> object:
 
 
 def from_env(setting: Setting, text: str) -> object:
-    """The value in a variable: the parts of a repeated setting have commas between them."""
+    """The value in a variable: the parts of a repeated setting have commas between them, but words have spaces."""
+    if setting.kind is Kind.WORDS:
+        return from_texts(setting, text.split())
     return from_texts(setting, [part.strip() for part in text.split(",")] if setting.kind.repeated else [text])
 
 
@@ -37,6 +39,8 @@ def from_file(setting: Setting, value: object) -> object:
     """The value in a file, where numbers, lists and tables are what they are, or are written as in a flag."""
     if setting.kind is Kind.COUNTS and isinstance(value, list):
         return frozenset(value) if all(type(part) is int for part in value) else value
+    if setting.kind is Kind.WORDS and isinstance(value, list):
+        return tuple(value) if all(isinstance(part, str) for part in value) else value
     if setting.kind in (Kind.OPTIONS, Kind.SIZES) and isinstance(value, dict):
         read = _size if setting.kind is Kind.SIZES else _word
         with contextlib.suppress(ValueError):
@@ -100,6 +104,7 @@ _SINGLE: Mapping[Kind, Callable[[str], object]] = {
 }
 _REPEATED: Mapping[Kind, Callable[[list[str]], object]] = {
     Kind.COUNTS: lambda texts: frozenset(int(text) for text in texts),
+    Kind.WORDS: tuple,
     Kind.OPTIONS: _pairs,
     Kind.SIZES: lambda texts: {name: parse_bytes(size) for name, size in _pairs(texts).items()},
 }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvferry.cli.config_sources import Loaded
 from kvferry.cli.config_values import show_value
 from kvferry.cli.sizes import exact_bytes
-from kvferry.config import ServerConfig, server_settings
+from kvferry.config import ServerConfig
+from kvferry.settings import settings_of
 
 __all__ = ["describe", "view_config"]
 
@@ -20,10 +23,10 @@ def describe(config: ServerConfig) -> str:
     return f"{', '.join(parts)}, for device {config.device}, at {config.socket_path}"
 
 
-def view_config(loaded: Loaded) -> str:
+def view_config(loaded: Loaded[Any]) -> str:
     """A line a setting: key, value and, as a comment, where it comes from. Secrets are hidden."""
     lines = []
-    for field, setting in server_settings().items():
+    for field, setting in settings_of(type(loaded.config)).items():
         value = getattr(loaded.config, field)
         text = f"# {setting.key} =" if value is None else f"{setting.key} = {show_value(setting, value)}"
         lines.append((text, loaded.sources[field]))

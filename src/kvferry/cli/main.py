@@ -25,6 +25,7 @@ from kvferry.cli.config_sources import load_config
 from kvferry.cli.config_view import describe, view_config
 from kvferry.cli.logs import set_up_logs
 from kvferry.cli.sizes import parse_bytes
+from kvferry.config import ServerConfig
 from kvferry.errors import KVFerryError
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def about(
 
 
 @app.command()
-@with_settings
+@with_settings(ServerConfig)
 def serve(
     flags: Mapping[str, Any],
     *,
@@ -101,7 +102,7 @@ def serve(
 
     Each setting is a flag, a variable (--disk-size is KVFERRY_DISK_SIZE) and a key of the file (disk_size).
     """
-    loaded = load_config(flags, config, os.environ)
+    loaded = load_config(ServerConfig, flags, config, os.environ)
     if print_config:
         typer.echo(view_config(loaded))
         return
