@@ -19,6 +19,7 @@ from kvferry.cuda.memory import tensor_from_pointer
 from kvferry.errors import TransferError
 from kvferry.ipc import rehome
 from kvferry.p2p import P2pConfig, P2pNcclEngine, Receiving, Sending
+from kvferry.p2p.carriers.nccl.ring import Part
 
 BLOCK_SIZE = 16
 HEAD_DIM = 32
@@ -80,6 +81,7 @@ class P2pSide:
         self.caches: dict[str, torch.Tensor] = {}
         self.transfers: dict[str, Sending | Receiving] = {}
         self.kept: list[torch.Tensor] = []
+        self.gathered_bytes = 0
         if caches is not None:
             self.caches = make_caches(**caches)
             if fake_gpu is not None:
@@ -87,6 +89,7 @@ class P2pSide:
             elif gpu is not None:
                 self.caches = {name: cache.to(f"cuda:{gpu}") for name, cache in self.caches.items()}
             self.engine.register_kv_caches(self.caches, format=FORMAT)
+            self._count_gathers()
 
     def address(self) -> dict[str, Any]:
         return {"address": self.engine.address}
@@ -157,6 +160,13 @@ class P2pSide:
     def cancel(self, what: str) -> None:
         self.transfers[what].cancel()
 
+    def withdraw(self, name: str, to: Any = None) -> None:
+        self.engine.withdraw(name, to)
+
+    def gathered(self) -> dict[str, Any]:
+        """Bytes that went into the slots of the NCCL ring."""
+        return {"nbytes": self.gathered_bytes}
+
     def reject(self, name: str, address: str | None = None) -> None:
         self.engine.reject(name, address)
 
@@ -167,6 +177,17 @@ class P2pSide:
         """Threads, and resident bytes."""
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return {"threads": threading.active_count(), "rss": pages * 4096}
+
+    def _count_gathers(self) -> None:
+        ring = self.engine._parts.nccl._ring
+        if ring is not None:
+            gather = ring.gather
+
+            def counting(part: Part, *rest: Any) -> None:
+                self.gathered_bytes += part.end - part.begin
+                gather(part, *rest)
+
+            ring.gather = counting  # type: ignore[method-assign,assignment]
 
     def driver_calls(self) -> dict[str, Any]:
         """How often functions of the driver's double were called."""

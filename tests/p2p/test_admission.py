@@ -9,7 +9,7 @@ from kvferry.p2p.signal.messages import Offer, Stopped
 from kvferry.p2p.transfers.incoming import MAX_UNCLAIMED
 from kvferry.p2p.transfers.memory import MAX_REMEMBERED, EndedIds, Ending, Remembered
 from kvferry.p2p.transfers.records import InKey
-from p2p.transfer_world import ITEMS, LEASE_S, Room, World
+from p2p.transfer_world import BLOCKS, ITEMS, LEASE_S, Room, World
 
 
 def send(world: World, name: str, nbytes: int) -> None:
@@ -24,7 +24,7 @@ def kept(world: World) -> list[int]:
 
 def offer_from(world: World, session: int, number: int, nbytes: int, name: str) -> None:
     """As of a peer that does nothing more."""
-    offer = Offer(number=number, transfer_id=name, part=0, item_bytes=(nbytes,), lease_s=LEASE_S, num_blocks=1)
+    offer = Offer(number=number, transfer_id=name, part=0, item_bytes=(nbytes,), lease_s=LEASE_S, num_blocks=BLOCKS)
     world.into.offered(session, offer, world.now)
 
 

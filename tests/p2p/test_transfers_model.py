@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import TransferError
+from kvferry.p2p.transfers.outgoing import State
 from kvferry.p2p.transfers.records import InKey
-from p2p.transfer_world import ITEMS, LEASE_S, ROOM, Room, Wanted, World
+from p2p.transfer_world import BLOCKS, ITEMS, LEASE_S, ROOM, Room, Wanted, World
 
 
 class TransfersMachine(RuleBasedStateMachine):
@@ -29,9 +30,20 @@ class TransfersMachine(RuleBasedStateMachine):
     def send(self, name: str, nbytes: int, keep: bool, ready: bool) -> None:
         self.world.send(name, nbytes, keep=keep, ready=ready)
 
-    @rule(name=ids, own=st.booleans(), wait_s=st.sampled_from((0.5, 3.0, 30.0)), ask=st.booleans())
-    def claim(self, name: str, own: bool, wait_s: float, ask: bool) -> None:
-        self.world.claim(name, own_memory=own, wait_s=wait_s, ask=ask)
+    @rule(name=ids, wait_s=st.sampled_from((0.5, 3.0, 30.0)), ask=st.booleans())
+    def claim(self, name: str, wait_s: float, ask: bool) -> None:
+        self.world.claim(name, own_memory=False, wait_s=wait_s, ask=ask)
+
+    @rule(name=ids, wait_s=st.sampled_from((0.5, 3.0, 30.0)), ask=st.booleans(), skip=st.integers(0, BLOCKS - 1))
+    def claim_into_memory(self, name: str, wait_s: float, ask: bool, skip: int) -> None:
+        self.world.claim(name, own_memory=True, wait_s=wait_s, ask=ask, skip_blocks=skip)
+
+    @rule(name=ids)
+    def withdraw(self, name: str) -> None:
+        """Nothing that the sender has under the id goes on."""
+        self.world.withdraw(name)
+        for out in self.world.out._by_number.values():
+            assert out.state is State.ENDING or out.key.transfer_id != name
 
     @precondition(lambda self: self.world.sent)
     @rule(pick=picks, item=st.integers(0, ITEMS - 1))
@@ -117,7 +129,7 @@ class TransfersMachine(RuleBasedStateMachine):
     def nothing_is_touched_after_the_end(self) -> None:
         for _, number, _ in self.world.flying:
             assert not self.world.sent[number].outcomes
-        for memory in [*self.world.landing.values(), *(copy[3] for copy in self.world.copies)]:
+        for memory in [*self.world.landing.values(), *(copy[2] for copy in self.world.copies)]:
             assert not (isinstance(memory, Wanted) and memory.outcomes)
             assert not isinstance(memory, Room) or memory in self.world.reserved
 
@@ -127,7 +139,8 @@ class TransfersMachine(RuleBasedStateMachine):
             if wanted.outcomes == [None]:
                 content = wanted.content if wanted.own_memory else wanted.places[0].content
                 assert sorted(content) == list(range(ITEMS))
-                (number,) = set(content.values())
+                ((number, first_block),) = set(content.values())
+                assert first_block == wanted.skip_blocks
                 assert self.world.sent[number].transfer_id == wanted.key.transfer_id
 
     @invariant()

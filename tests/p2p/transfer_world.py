@@ -19,6 +19,7 @@ from kvferry.p2p.signal.messages import (
     Offer,
     Reject,
     Stopped,
+    Withdraw,
 )
 from kvferry.p2p.transfers.incoming import IncomingTable
 from kvferry.p2p.transfers.outgoing import Outgoing, OutgoingTable, OutKey
@@ -27,6 +28,7 @@ from kvferry.p2p.transfers.records import Claim, InKey
 ROOM = 100
 LEASE_S = 10.0
 ITEMS = 3
+BLOCKS = 4
 
 
 @dataclass(eq=False)
@@ -40,13 +42,17 @@ class Sent:
 
 @dataclass(eq=False)
 class Wanted:
-    """A claim as its caller sees it. `content` is what has been written into its own memory, by item."""
+    """A claim as its caller sees it.
+
+    `content` is what has been written into its own memory, by item: number of the transfer, and its first block there.
+    """
 
     key: InKey
     own_memory: bool
+    skip_blocks: int = 0
     outcomes: list[TransferError | None] = field(default_factory=list)
     places: list[Any] = field(default_factory=list)
-    content: dict[int, int] = field(default_factory=dict)
+    content: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -55,7 +61,7 @@ class Room:
 
     session: int
     nbytes: int
-    content: dict[int, int] = field(default_factory=dict)
+    content: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class World:
@@ -70,7 +76,8 @@ class World:
         self.sender_stops: list[int] = []
         self.receiver_stops: list[tuple[int, int]] = []
         self.landing: dict[tuple[int, int], Any] = {}
-        self.copies: list[tuple[InKey, Offer, Room, Wanted]] = []
+        self.copies: list[tuple[InKey, Room, Wanted, int]] = []
+        self.skipped: dict[int, int] = {}  # by number: blocks that the sender leaves out
         self.reserved: list[Room] = []
         self.sent: dict[int, Sent] = {}
         self.wanted: list[Wanted] = []
@@ -87,7 +94,7 @@ class World:
             part=0,
             item_bytes=(nbytes,) * ITEMS,
             lease_s=0,
-            num_blocks=1,
+            num_blocks=BLOCKS,
         )
         out = Outgoing(
             OutKey(transfer_id, 0 if keep else "there"),
@@ -104,14 +111,15 @@ class World:
         self.sent[sent.number] = sent
         return sent
 
-    def claim(self, transfer_id: str, *, own_memory: bool, wait_s: float, ask: bool) -> Wanted:
-        wanted = Wanted(InKey(transfer_id, 0), own_memory)
+    def claim(self, transfer_id: str, *, own_memory: bool, wait_s: float, ask: bool, skip_blocks: int = 0) -> Wanted:
+        wanted = Wanted(InKey(transfer_id, 0), own_memory, skip_blocks)
 
         def deliver(place: Any, error: TransferError | None) -> None:
             wanted.outcomes.append(error)
             wanted.places.append(place)
 
-        claim = Claim(wanted.key, self.now + wait_s, lambda _: None, deliver, wanted if own_memory else None)
+        memory = wanted if own_memory else None
+        claim = Claim(wanted.key, self.now + wait_s, lambda _: None, deliver, memory, skip_blocks)
         try:
             self.into.claim(claim, self.now)
             if ask:
@@ -121,6 +129,11 @@ class World:
             wanted.outcomes.append(error)
         self.wanted.append(wanted)
         return wanted
+
+    def withdraw(self, transfer_id: str) -> None:
+        """Also who may wait for it at the receiver's is told."""
+        self.out.withdraw(transfer_id, self.now)
+        self.tell_receiver(self.session, Withdraw(transfer_id=transfer_id, part=0))
 
     def give_back(self, room: Room) -> None:
         self.reserved.remove(room)
@@ -148,6 +161,8 @@ class World:
                 self.into.ended(session, message, self.now)
             case NoSuch():
                 self.into.no_such(session, message)
+            case Withdraw():
+                self.into.withdrawn(message, self.now)
             case _:
                 raise AssertionError(message)
 
@@ -173,7 +188,7 @@ class World:
         session, number, item = self.flying.pop(index % len(self.flying))
         destination = self.landing.get((session, number))
         if destination is not None:
-            destination.content[item] = number
+            destination.content[item] = number, self.skipped.get(number, 0)
             if len(destination.content) == ITEMS:
                 del self.landing[session, number]
             self.into.item_landed(session, number, item, self.now)
@@ -189,9 +204,9 @@ class World:
         self.into.landing_stopped(session, number, self.now)
 
     def copy(self) -> None:
-        key, _, room, wanted = self.copies.pop(0)
+        key, room, wanted, skip_blocks = self.copies.pop(0)
         assert room in self.reserved
-        wanted.content.update(room.content)
+        wanted.content.update({item: (number, skip_blocks) for item, (number, _) in room.content.items()})
         self.into.copied(key, None)
 
     def lose_session(self) -> None:
@@ -241,6 +256,10 @@ class _Sender:
     def tell(self, session: Any, message: Message) -> None:
         self._world.tell_receiver(session, message)
 
+    def skip_blocks(self, number: int, skip_blocks: int) -> None:
+        assert not any(flight[1] == number for flight in self._world.flying)
+        self._world.skipped[number] = skip_blocks
+
     def start_item(self, session: Any, number: int, item: int) -> None:
         assert not self._world.sent[number].outcomes
         if session == self._world.session:
@@ -281,11 +300,13 @@ class _Receiver:
         return sum(room.nbytes for room in self._world.reserved if room.session == session)
 
     def expect(self, session: Any, offer: Offer, destination: Any) -> None:
+        sent = BLOCKS - (destination.skip_blocks if isinstance(destination, Wanted) else 0)
+        assert offer.num_blocks == sent
         if session == self._world.session:
             self._world.landing[session, offer.number] = destination
 
     def stop_landing(self, session: Any, number: int) -> None:
         self._world.receiver_stops.append((session, number))
 
-    def copy(self, key: InKey, offer: Offer, place: Any, destination: Any) -> None:
-        self._world.copies.append((key, offer, place, destination))
+    def copy(self, key: InKey, place: Any, destination: Any, skip_blocks: int) -> None:
+        self._world.copies.append((key, place, destination, skip_blocks))

@@ -38,19 +38,27 @@ def claim_tensor(
 
     key = InKey(receiving.transfer_id, 0)
     memory = None if out is None else flat_memory(out)
-    return Claim(key, ends_at, problem, deliver, memory, receiving.item_landed)
+    return Claim(key, ends_at, problem, deliver, memory, progress=receiving.item_landed)
 
 
-def claim_blocks(receiving: Receiving, part: int, memory: BlockMemory, ends_at: float) -> Claim:
-    """A claim to blocks, of which part number `part` comes from one sender."""
+def claim_blocks(receiving: Receiving, part: int, *, memory: BlockMemory, skip_blocks: int, ends_at: float) -> Claim:
+    """A claim to the blocks behind the first `skip_blocks`, of which part number `part` comes from one sender."""
 
     def problem(offer: Offer) -> TransferError | None:
-        wanted = f"{len(memory.ids)} blocks are waited for"
+        wanted = f"{skip_blocks + len(memory.ids)} blocks are waited for"
         if offer.tensor is not None:
             return TransferError("mismatch", f"{offer.transfer_id!r} is a tensor; {wanted}")
-        if offer.num_blocks != len(memory.ids):
+        if offer.num_blocks != skip_blocks + len(memory.ids):
             return TransferError("mismatch", f"{offer.num_blocks} blocks come as {offer.transfer_id!r}; {wanted}")
         return None
 
     key = InKey(receiving.transfer_id, part)
-    return Claim(key, ends_at, problem, lambda _, error: receiving.part_ended(error), memory, receiving.item_landed)
+    return Claim(
+        key,
+        ends_at,
+        problem,
+        lambda _, error: receiving.part_ended(error),
+        memory,
+        skip_blocks,
+        receiving.item_landed,
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,14 +12,13 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import TransferError
-from kvferry.ipc.descriptor import DTYPES
 from kvferry.p2p.caches import KVCaches
 from kvferry.p2p.carriers.base import Carrier
 from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
-from kvferry.p2p.memory import BlockMemory, FlatMemory, Memory, with_block_ids
-from kvferry.p2p.receive.copies import Copies
+from kvferry.p2p.fitting import fitted, unfit
+from kvferry.p2p.memory import BlockMemory, FlatMemory, Memory
+from kvferry.p2p.receive.copies import Copies, copies_of
 from kvferry.p2p.receive.store import Place, RecvStore
-from kvferry.p2p.signal.handshake import IPC_CARRIER
 from kvferry.p2p.signal.messages import (
     Accept,
     AnyMessage,
@@ -36,6 +34,7 @@ from kvferry.p2p.signal.messages import (
     Ready,
     Reject,
     Stopped,
+    Withdraw,
 )
 from kvferry.p2p.signal.session import Session
 from kvferry.p2p.signal.sessions import Sessions
@@ -74,7 +73,7 @@ class Core:
         self._copies = copies
         self._post = post
         self._sources: dict[int, Memory] = {}
-        self._unsent: dict[Session, list[Ask | Reject]] = {}
+        self._unsent: dict[Session, list[Ask | Reject | Withdraw]] = {}
         self._events: list[tuple[Event, Callable[[], None]]] = []
         self._room_freed = False
 
@@ -113,6 +112,12 @@ class Core:
         self.incoming.cancel(InKey(transfer_id, part), error, self._now)
         if address is not None:
             self._tell_when_up(self.sessions.open(address), Reject(transfer_id=transfer_id, part=part))
+
+    def withdraw(self, transfer_id: str, addresses: Iterable[str]) -> None:
+        """Nothing will come under an id; who may wait for it at the addresses is told."""
+        self.outgoing.withdraw(transfer_id, self._now)
+        for address in addresses:
+            self._tell_when_up(self.sessions.open(address), Withdraw(transfer_id=transfer_id, part=0))
 
     def cancel_sending(self, number: int) -> None:
         self.outgoing.cancel(number, self._now, TransferError("cancelled", "the sender gave it up"))
@@ -175,6 +180,8 @@ class Core:
                 self.incoming.no_such(session, message)
             case Reject():
                 self.outgoing.rejected(session, message, self._now)
+            case Withdraw():
+                self.incoming.withdrawn(message, self._now)
         self.counters["stray"] += not known
 
     def tick(self, now: float) -> float:
@@ -206,13 +213,12 @@ class Core:
     # What the tables want done
 
     def fitted(self, session: Any, offer: Offer) -> Offer | TransferError:
-        if offer.tensor is not None:
-            return offer
-        if not session.moves_blocks:
-            return TransferError("mismatch", f"{session!r}: both engines must register their KV caches first")
-        sizes = tuple(nbytes * offer.num_blocks for nbytes in session.layer_bytes())
-        fitted = msgspec.structs.replace(offer, item_bytes=sizes, part=session.part_of_mine())
-        return with_block_ids(fitted, self._sources[offer.number]) if session.carrier == IPC_CARRIER else fitted
+        return fitted(session, offer, self._sources[offer.number])
+
+    def skip_blocks(self, number: int, skip_blocks: int) -> None:
+        source = self._sources[number]
+        assert isinstance(source, BlockMemory)
+        self._sources[number] = source.without(skip_blocks)
 
     def tell(self, session: Any, message: Message) -> None:
         self.sessions.send(session, message)
@@ -227,18 +233,7 @@ class Core:
         self.carriers[session.carrier].peer_stopped(session, number)
 
     def unfit(self, session: Any, offer: Offer) -> TransferError | None:
-        if offer.tensor is not None:
-            dtype = DTYPES.get(offer.tensor.dtype)
-            size = math.prod(offer.tensor.shape) * dtype.itemsize if dtype is not None else -1
-            if offer.item_bytes != (size,):
-                return TransferError("mismatch", f"{offer.tensor} in {offer.item_bytes} bytes")
-        elif self.caches is None or not session.moves_blocks:
-            return TransferError("mismatch", "both engines must register their KV caches first")
-        elif not 0 < offer.num_blocks <= self.caches.num_blocks:
-            return TransferError("too_large", f"{offer.num_blocks} blocks; this cache has {self.caches.num_blocks}")
-        elif offer.item_bytes != tuple(nbytes * offer.num_blocks for nbytes in session.layer_bytes()):
-            return TransferError("mismatch", f"{offer.num_blocks} blocks in other numbers of bytes than agreed")
-        return None
+        return unfit(session, offer, self.caches)
 
     def too_large(self, offer: Offer) -> TransferError | None:
         if offer.tensor is None or self.store.could_ever(offer):
@@ -266,13 +261,9 @@ class Core:
     def stop_landing(self, session: Any, number: int) -> None:
         self.carriers[session.carrier].stop_landing(session, number)
 
-    def copy(self, key: InKey, offer: Offer, place: Any, destination: Any) -> None:
-        assert isinstance(place, Place)
+    def copy(self, key: InKey, place: Any, destination: Any, skip_blocks: int) -> None:
         assert isinstance(destination, BlockMemory | FlatMemory)
-        items = []
-        for item, (address, _) in enumerate(place.memory.items):
-            pieces = place.session.pieces(item) if isinstance(destination, BlockMemory) else ()
-            items.append((address, destination.runs(item, pieces)))
+        items = copies_of(place, destination, skip_blocks)
         self._copies.copy(items, lambda error: self._post(partial(self.incoming.copied, key, error)))
 
     @property
@@ -286,7 +277,7 @@ class Core:
             _LOG.warning("transfer number %d was not sent: %s", number, error)
         done(error)
 
-    def _tell_when_up(self, session: Session, message: Ask | Reject) -> None:
+    def _tell_when_up(self, session: Session, message: Ask | Reject | Withdraw) -> None:
         """The peer knows this rank by its place among those that ask for a share of what it has."""
         if session.is_up:
             self.tell(session, msgspec.structs.replace(message, part=session.part_of_mine()))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,12 +19,11 @@ from kvferry.p2p.carriers.choice import Offered, offered
 from kvferry.p2p.claims import claim_blocks, claim_tensor
 from kvferry.p2p.config import P2pConfig
 from kvferry.p2p.futures import Receiving, Sending
-from kvferry.p2p.memory import BlockMemory, Int64s, Memory, flat_memory, meta_of
-from kvferry.p2p.receive.store import Place
+from kvferry.p2p.memory import BlockMemory, Int64s, flat_memory, meta_of
+from kvferry.p2p.posts import Posts
 from kvferry.p2p.signal.messages import MAX_ID_CHARS, Offer
 from kvferry.p2p.signal.sockets import resolved
 from kvferry.p2p.streams import mark
-from kvferry.p2p.transfers.outgoing import Outgoing, OutKey
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,7 +42,7 @@ class P2pNcclEngine:
         """Raises ShareError where nothing can listen at the address."""
         self.config = config or P2pConfig()
         self._parts: Parts = assemble(self.config)
-        self._numbers = itertools.count(1)
+        self._posts = Posts(self._parts, lease_s=self.config.lease_s)
         self._closed = False
         self._parts.start()
 
@@ -91,7 +87,7 @@ class P2pNcclEngine:
         memory = flat_memory(tensor)
         offer = _offer(tensor_id, item_bytes=(memory.items[0][1],), tensor=meta_of(tensor))
         sending = Sending(tensor_id)
-        self._send(sending, offer, memory, [0 if address is None else address])
+        self._posts.send(sending, offer, memory, targets=[0 if address is None else address], ready=True)
         if self.config.send_type == "PUT":
             sending.wait(timeout_s)
         return sending
@@ -123,11 +119,11 @@ class P2pNcclEngine:
         _check_id(tensor_id)
         core = self._parts.core
         receiving = Receiving(tensor_id)
-        claim = claim_tensor(receiving, out, self._until(timeout_s), self._give_back)
-        receiving.on_cancel(partial(self._post_quietly, partial(core.cancel_claim, claim.key)))
+        claim = claim_tensor(receiving, out, self._posts.until(timeout_s), self._posts.give_back)
+        receiving.on_cancel(partial(self._posts.quietly, partial(core.cancel_claim, claim.key)))
         get = self.config.send_type == "GET" and remote_address is not None
         address = resolved(remote_address) if get and remote_address is not None else None
-        self._post(partial(core.claim, claim, address))
+        self._posts.post(partial(core.claim, claim, address))
         return receiving
 
     def send_blocks(
@@ -152,10 +148,10 @@ class P2pNcclEngine:
         targets: list[str | int] = [resolved(address) for address in _listed(remote_address)] or list(range(readers))
         sending = Sending(transfer_id, len(targets))
         offer = _offer(transfer_id, item_bytes=(0,) * len(caches.layers), num_blocks=len(ids))
-        numbers = self._send(sending, offer, BlockMemory(caches, ids), targets, ready=False)
-        sending.on_layer_ready(lambda layer: self._ready(numbers, caches.device, [layer]))
+        numbers = self._posts.send(sending, offer, BlockMemory(caches, ids), targets=targets, ready=False)
+        sending.on_layer_ready(lambda layer: self._posts.ready(numbers, [layer], event=mark(caches.device)))
         if not layer_wise:
-            self._ready(numbers, caches.device, range(len(caches.layers)))
+            self._posts.ready(numbers, range(len(caches.layers)), event=mark(caches.device))
         return sending
 
     def receive_blocks(
@@ -164,32 +160,49 @@ class P2pNcclEngine:
         block_ids: Sequence[int] | Int64s,
         remote_address: Addresses = None,
         *,
+        skip_blocks: int = 0,
         senders: int = 1,
         timeout_s: float | None = None,
     ) -> Receiving:
         """Let a transfer land in blocks of the registered caches, which nobody else may touch until it is done.
 
-        With an address (one a rank that has some of the heads) these are asked for it; without, it is waited for from
-        `senders` ranks. It ends within `timeout_s` (the lease's time). Raises BlockIdError, LayoutError.
+        Its first `skip_blocks` blocks are not wanted, and not moved; `block_ids` are for the others. With an address
+        (one a rank that has some of the heads) these are asked for it; without, it is waited for from `senders` ranks.
+        It ends within `timeout_s` (the lease's time). Raises BlockIdError, LayoutError, ValueError.
         """
         _check_id(transfer_id)
         caches = self._caches()
+        if skip_blocks < 0:
+            raise ValueError(f"skip_blocks is {skip_blocks}; it is a number of blocks")
         memory = BlockMemory(caches, caches.check_ids(block_ids))
         addresses = [resolved(address) for address in _listed(remote_address)]
         parts: list[str | None] = [*addresses] or [None] * senders
         receiving = Receiving(transfer_id, len(parts), len(caches.layers))
-        core, until, event = self._parts.core, self._until(timeout_s), mark(caches.device)
-        claims = [claim_blocks(receiving, part, memory, until) for part in range(len(parts))]
+        core, until, event = self._parts.core, self._posts.until(timeout_s), mark(caches.device)
+        claims = [
+            claim_blocks(receiving, part, memory=memory, skip_blocks=skip_blocks, ends_at=until)
+            for part in range(len(parts))
+        ]
         cancels = [partial(core.when_done, event, partial(core.cancel_claim, claim.key)) for claim in claims]
-        receiving.on_cancel(partial(self._post_all, cancels))
+        receiving.on_cancel(partial(self._posts.quietly, *cancels))
         for claim, address in zip(claims, parts, strict=True):
-            self._post(partial(core.when_done, event, partial(core.claim, claim, address)))
+            self._posts.post(partial(core.when_done, event, partial(core.claim, claim, address)))
         return receiving
 
     def reject(self, transfer_id: str, remote_address: str | None = None) -> None:
         """What comes under this id will not be taken: a claim of it ends, and a sender need not keep it any longer."""
         address = None if remote_address is None else resolved(remote_address)
-        self._post(partial(self._parts.core.reject, transfer_id, 0, address))
+        self._posts.post(partial(self._parts.core.reject, transfer_id, 0, address))
+
+    def withdraw(self, transfer_id: str, remote_address: Addresses = None) -> None:
+        """Nothing will come under this id: what is being sent under it ends, and whoever waits for it is told so.
+
+        These are who asks for it and, with an address (one a rank), who waits for it there: now, or within a lease's
+        time. What had landed whole stays.
+        """
+        _check_id(transfer_id)
+        addresses = [resolved(address) for address in _listed(remote_address)]
+        self._posts.post(partial(self._parts.core.withdraw, transfer_id, addresses))
 
     def stats(self) -> dict[str, Any]:
         """Peers, transfers, room and counters at this moment."""
@@ -233,56 +246,6 @@ class P2pNcclEngine:
         if caches is None:
             raise LayoutError("no KV caches are registered: call register_kv_caches first")
         return caches
-
-    def _send(
-        self,
-        sending: Sending,
-        offer: Offer,
-        memory: Memory,
-        targets: Sequence[str | int],
-        ready: bool = True,
-    ) -> list[int]:
-        """Send one thing to one or several; the numbers of the transfers."""
-        numbers = []
-        core = self._parts.core
-        for target in targets:
-            number = next(self._numbers)
-            numbers.append(number)
-            out = Outgoing(
-                key=OutKey(offer.transfer_id, target),
-                number=number,
-                offer=msgspec.structs.replace(offer, number=number),
-                lease_ends_at=self._until(None),
-                done=sending.part_ended,
-                ready=set(range(len(offer.item_bytes))) if ready else set(),
-            )
-            address = target if isinstance(target, str) else None
-            self._post(partial(core.send, out, memory, address))
-        sending.on_cancel(partial(self._post_all, [partial(core.cancel_sending, number) for number in numbers]))
-        return numbers
-
-    def _ready(self, numbers: Sequence[int], device: torch.device, layers: Sequence[int]) -> None:
-        core, event = self._parts.core, mark(device)
-        for number in numbers:
-            self._post_quietly(partial(core.when_done, event, partial(core.items_ready, number, layers)))
-
-    def _until(self, timeout_s: float | None) -> float:
-        return time.monotonic() + (self.config.lease_s if timeout_s is None else timeout_s)
-
-    def _post(self, call: Callable[[], None]) -> None:
-        self._parts.loop.post(call)
-
-    def _post_quietly(self, call: Callable[[], None]) -> None:
-        """For what has no sense any more once the engine is closed."""
-        with contextlib.suppress(TransferError):
-            self._parts.loop.post(call)
-
-    def _post_all(self, calls: Sequence[Callable[[], None]]) -> None:
-        for call in calls:
-            self._post_quietly(call)
-
-    def _give_back(self, place: Place) -> None:
-        self._post_quietly(partial(self._parts.core.release, place))
 
 
 def _offer(transfer_id: str, **what: Any) -> Offer:

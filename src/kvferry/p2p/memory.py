@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvferry.errors import NotContiguousError, TransferError, UnsupportedMemoryError
+from kvferry.errors import NotContiguousError, UnsupportedMemoryError
 from kvferry.ipc.descriptor import DTYPES
 from kvferry.p2p.caches import KVCaches
 from kvferry.p2p.carriers.runs import ByteRuns
 from kvferry.p2p.geometry import Piece
-from kvferry.p2p.signal.messages import MAX_BLOCK_IDS, Offer, TensorMeta
+from kvferry.p2p.signal.messages import TensorMeta
 
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
@@ -40,6 +39,10 @@ class BlockMemory:
     caches: KVCaches
     ids: Int64s
 
+    def without(self, skip_blocks: int) -> BlockMemory:
+        """The same without its first blocks."""
+        return BlockMemory(self.caches, self.ids[skip_blocks:])
+
     def runs(self, item: int, pieces: Sequence[Piece]) -> ByteRuns:
         """The bytes of one layer's blocks."""
         return self.caches.runs(item, pieces, self.ids)
@@ -55,14 +58,6 @@ def flat_memory(tensor: torch.Tensor) -> FlatMemory:
     if not tensor.is_contiguous():
         raise NotContiguousError(f"shape {tuple(tensor.shape)} with stride {tuple(tensor.stride())} is not contiguous")
     return FlatMemory(((tensor.data_ptr(), tensor.numel() * tensor.element_size()),), tensor)
-
-
-def with_block_ids(offer: Offer, source: Memory) -> Offer | TransferError:
-    """The offer with the sender's blocks, for a receiver that reads them itself; or why there are too many."""
-    assert isinstance(source, BlockMemory)
-    if len(source.ids) > MAX_BLOCK_IDS:
-        return TransferError("too_large", f"{len(source.ids)} blocks in one transfer; {MAX_BLOCK_IDS} can be named")
-    return msgspec.structs.replace(offer, block_ids=source.ids.astype("<i4").tobytes())
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:

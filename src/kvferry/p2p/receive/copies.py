@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from kvferry.copy.streaming import row_copier
 from kvferry.errors import TransferError
 from kvferry.p2p.carriers.runs import ByteRuns
+from kvferry.p2p.memory import BlockMemory, Memory
+from kvferry.p2p.receive.store import Place
 
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
@@ -61,3 +63,18 @@ class Copies:
             _LOG.exception("a copy out of the receive buffer failed")
             error = TransferError("failed", f"the copy out of the receive buffer failed: {problem!r}")
         on_done(error)
+
+
+def copies_of(place: Place, destination: Memory, skip_blocks: int) -> list[tuple[int, ByteRuns]]:
+    """What is copied from a place, but for its first blocks: in it all blocks of one piece lie before the next's."""
+    found = []
+    for item, (address, nbytes) in enumerate(place.memory.items):
+        if not isinstance(destination, BlockMemory):
+            found.append((address, destination.runs(item, ())))
+            continue
+        pieces = place.session.pieces(item)
+        num_blocks = nbytes // sum(piece.length for piece in pieces)
+        for piece in pieces:
+            found.append((address + skip_blocks * piece.length, destination.runs(item, (piece,))))
+            address += num_blocks * piece.length
+    return found

@@ -33,7 +33,8 @@ Word = Annotated[str, Meta(max_length=64)]
 Text = Annotated[str, Meta(max_length=2048)]
 Address = Annotated[str, Meta(max_length=300)]
 MAX_BLOCK_IDS = 32 << 10
-BlockIds = Annotated[bytes, Meta(max_length=4 * MAX_BLOCK_IDS)]  # a little-endian int32 a block
+BLOCK_ID_BYTES = 4
+BlockIds = Annotated[bytes, Meta(max_length=BLOCK_ID_BYTES * MAX_BLOCK_IDS)]  # a little-endian int32 a block
 
 
 def _tag(name: str) -> str:
@@ -157,11 +158,21 @@ class Offer(Message, frozen=True, kw_only=True):
     num_blocks: Count = 0
     block_ids: BlockIds = b""
 
+    def without(self, skip_blocks: int) -> Offer:
+        """The same without its first blocks, which are fewer than all."""
+        left = self.num_blocks - skip_blocks
+        if not skip_blocks:
+            return self
+        sizes = tuple(nbytes // self.num_blocks * left for nbytes in self.item_bytes)
+        ids = self.block_ids[BLOCK_ID_BYTES * skip_blocks :]
+        return msgspec.structs.replace(self, num_blocks=left, item_bytes=sizes, block_ids=ids)
+
 
 class Accept(Message, frozen=True, kw_only=True):
-    """All bytes of the transfer have their places."""
+    """All bytes of the transfer have their places, but for its first `skip_blocks` blocks, which are not wanted."""
 
     number: Number
+    skip_blocks: Count = 0
 
 
 class Ready(Message, frozen=True, kw_only=True):
@@ -237,6 +248,13 @@ class Reject(Message, frozen=True, kw_only=True):
     part: Count
 
 
+class Withdraw(Message, frozen=True, kw_only=True):
+    """Nothing will come under this id; `part` is the sender's."""
+
+    transfer_id: TransferId
+    part: Count
+
+
 AnyMessage: TypeAlias = (
     Hello
     | Challenge
@@ -256,6 +274,7 @@ AnyMessage: TypeAlias = (
     | Ask
     | NoSuch
     | Reject
+    | Withdraw
 )
 
 

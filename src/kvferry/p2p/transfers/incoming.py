@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 
 from kvferry.errors import TransferError
-from kvferry.p2p.signal.messages import Accept, End, Landed, NoSuch, Offer, Stopped
+from kvferry.p2p.signal.messages import Accept, End, Landed, NoSuch, Offer, Stopped, Withdraw
 from kvferry.p2p.transfers.memory import EndedIds, Ending, Remembered
 from kvferry.p2p.transfers.outgoing import Session, copy_of
 from kvferry.p2p.transfers.records import Claim, Incoming, InKey, ReceiverEffects, State
@@ -100,6 +100,16 @@ class IncomingTable:
         for claim in [claim for claim in asked if claim.key.transfer_id == message.transfer_id]:
             if claim.key not in self._by_key:
                 self._fail(claim, TransferError(message.code, f"the sender says: {message.text}"))
+
+    def withdrawn(self, message: Withdraw, now: float) -> None:
+        """Nothing will come under an id. What is live under it is told so by itself."""
+        key = InKey(message.transfer_id, message.part)
+        claim = self._claims.get(key)
+        error = TransferError("withdrawn", f"the sender says: nothing will come as {key.transfer_id!r}")
+        if claim is not None and key not in self._by_key:
+            self._fail(claim, error)
+        elif claim is None and self._ended.find(key, now) is None:
+            self._ended.remember(key, Remembered(Ending.DROPPED, error.code, error.text, now + self._remember_s))
 
     def session_lost(self, session: Session, error: TransferError, now: float) -> None:
         """A session has ended, with all that was to come over it. What has landed stays."""
@@ -229,13 +239,15 @@ class IncomingTable:
         found.state = State.LANDING
         found.ends_at = math.inf if found.claim else found.ends_at
         left_s = max(0.0, found.offered_at + found.offer.lease_s - now)
-        self._effects.expect(found.session, msgspec.structs.replace(found.offer, lease_s=left_s), destination)
-        self._effects.tell(found.session, Accept(number=found.offer.number))
+        skip_blocks = found.claim.skip_blocks if found.claim else 0
+        offer = msgspec.structs.replace(found.offer.without(skip_blocks), lease_s=left_s)
+        self._effects.expect(found.session, offer, destination)
+        self._effects.tell(found.session, Accept(number=offer.number, skip_blocks=skip_blocks))
 
     def _deliver(self, found: Incoming, claim: Claim) -> None:
         if found.place is not None and claim.destination is not None:
             found.state = State.DELIVERING
-            self._effects.copy(found.key, found.offer, found.place, claim.destination)
+            self._effects.copy(found.key, found.place, claim.destination, claim.skip_blocks)
             return
         self._remove(found)
         del self._claims[claim.key]

@@ -30,6 +30,9 @@ class SenderEffects(Protocol):
     def tell(self, session: Session, message: Message) -> None:
         """Send a message over a session; nothing happens where it is gone."""
 
+    def skip_blocks(self, number: int, skip_blocks: int) -> None:
+        """The first blocks of a transfer are not wanted."""
+
     def start_item(self, session: Session, number: int, item: int) -> None:
         """Let the carrier read the source of one item."""
 
@@ -84,6 +87,7 @@ class OutgoingTable:
         self._by_number: dict[int, Outgoing] = {}
         self._asks: dict[OutKey, tuple[Session, float]] = {}
         self._ended: EndedIds[OutKey] = EndedIds()
+        self._withdrawn: EndedIds[str] = EndedIds()
         self.blocks_kept_beyond_lease = 0  # transfers whose peer has not stopped though their lease is over
 
     def __len__(self) -> int:
@@ -97,6 +101,7 @@ class OutgoingTable:
         if out.key in self._by_key:
             raise TransferError("duplicate", f"transfer {out.key.transfer_id!r} to {out.key.target!r} is being sent")
         self._ended.forget(out.key)
+        self._withdrawn.forget(out.key.transfer_id)
         self._by_key[out.key] = self._by_number[out.number] = out
         out.state = State.CONNECTING if isinstance(out.key.target, str) else State.KEPT
         asker = self._asks.pop(out.key, None)
@@ -121,13 +126,13 @@ class OutgoingTable:
         """A peer wants what is kept under an id."""
         key = OutKey(ask.transfer_id, ask.part)
         out = self._by_key.get(key)
-        ended = self._ended.find(key, now)
+        ended = self._withdrawn.find(ask.transfer_id, now) or (None if out else self._ended.find(key, now))
         if out is not None and out.state is State.KEPT:
             self._offer(out, session, now)
-        elif out is not None:
-            self._no_such(session, ask, "taken", "it is being sent to another engine")
         elif ended is not None:
             self._no_such(session, ask, ended.code, ended.text)
+        elif out is not None:
+            self._no_such(session, ask, "taken", "it is being sent to another engine")
         elif key in self._asks or len(self._asks) >= MAX_ASKS:
             self._no_such(session, ask, "too_many", "too many engines wait for what is not there")
         else:
@@ -138,6 +143,15 @@ class OutgoingTable:
         out = self._find(session, message.number)
         if out is None or out.state is not State.OFFERED:
             return out is not None
+        if message.skip_blocks:
+            if message.skip_blocks >= out.offer.num_blocks:
+                text = (
+                    f"the receiver wants none of {out.offer.num_blocks} blocks, but for the first {message.skip_blocks}"
+                )
+                self._effects.tell(session, End(number=out.number, code="malformed", text=text))
+                self._end(out, TransferError("malformed", text))
+                return True
+            self._effects.skip_blocks(out.number, message.skip_blocks)
         out.state = State.SENDING
         for item in sorted(out.ready):
             self._start(out, item)
@@ -191,6 +205,17 @@ class OutgoingTable:
         if out.state in (State.OFFERED, State.SENDING):
             self._effects.tell(out.session, End(number=number, code=error.code, text=error.text))
         self._end(out, error)
+
+    def withdraw(self, transfer_id: str, now: float) -> None:
+        """Nothing will come under an id: all that is live ends, and whoever asks for it, now or later, is told so."""
+        error = TransferError("withdrawn", f"{transfer_id!r} was withdrawn")
+        told = Remembered(Ending.DROPPED, error.code, error.text, now + self._remember_s)
+        self._withdrawn.remember(transfer_id, told)
+        for key in [key for key in self._asks if key.transfer_id == transfer_id]:
+            session, _ = self._asks.pop(key)
+            self._no_such(session, Ask(transfer_id=transfer_id, part=int(key.target), wait_s=0), told.code, told.text)
+        for out in [out for out in self._by_number.values() if out.key.transfer_id == transfer_id]:
+            self.cancel(out.number, now, copy_of(error))
 
     def session_lost(self, session: Session, error: TransferError) -> None:
         """A session has ended, with all that was sent over it."""

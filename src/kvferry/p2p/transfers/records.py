@@ -35,9 +35,10 @@ class State(enum.Enum):
 class Claim:
     """Somebody who waits for a transfer.
 
-    `problem` says why an offer is not what is waited for. `destination` is the claimant's own memory, None where the
-    receive buffer is to lend some. `progress` is told of each item that lands. `deliver` is called once, with a place
-    where there is no destination, or an error; nothing touches the destination any more then.
+    `problem` says why an offer is not what is waited for. `destination` is the claimant's own memory, for all but the
+    first `skip_blocks` blocks; None where the receive buffer is to lend some. `progress` is told of each item that
+    lands. `deliver` is called once, with a place where there is no destination, or an error; nothing touches the
+    destination any more then.
     """
 
     key: InKey
@@ -45,6 +46,7 @@ class Claim:
     problem: Callable[[Offer], TransferError | None]
     deliver: Callable[[Place | None, TransferError | None], None]
     destination: object | None = None
+    skip_blocks: int = 0
     progress: Callable[[int], None] = lambda _item: None
     asked: Session = None
 
@@ -99,5 +101,5 @@ class ReceiverEffects(Protocol):
     def stop_landing(self, session: Session, number: int) -> None:
         """Let the carrier stop writing; it answers by `IncomingTable.landing_stopped`."""
 
-    def copy(self, key: InKey, offer: Offer, place: Place, destination: object) -> None:
-        """Copy what was kept to a destination; answered by `IncomingTable.copied`."""
+    def copy(self, key: InKey, place: Place, destination: object, skip_blocks: int) -> None:
+        """Copy what was kept, but for its first blocks, to a destination; answered by `IncomingTable.copied`."""

@@ -26,7 +26,7 @@ from kvferry.p2p.carriers.ipc.reader import Job, Reader
 from kvferry.p2p.carriers.runs import Int64s
 from kvferry.p2p.memory import FlatMemory, Memory
 from kvferry.p2p.signal.handshake import IPC_CARRIER
-from kvferry.p2p.signal.messages import About, Message, Offer, Ready
+from kvferry.p2p.signal.messages import BLOCK_ID_BYTES, About, Message, Offer, Ready
 from kvferry.p2p.signal.session import Session
 
 _LOG = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class IpcCarrier:
 
 def _ids_of(offer: Offer, num_blocks: int) -> Int64s | None:
     """The sender's blocks; None where they are not as many as offered, or not different ones of a cache of so many."""
-    if len(offer.block_ids) != 4 * offer.num_blocks:
+    if len(offer.block_ids) != BLOCK_ID_BYTES * offer.num_blocks:
         return None
     ids = np.frombuffer(offer.block_ids, dtype="<i4").astype(np.int64)
     try:
