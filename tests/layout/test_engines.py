@@ -228,7 +228,9 @@ def test_registry_is_closed() -> None:
         "vllm_flash_attention",
         "vllm_flashinfer",
         "vllm_packed",
+        "vllm_nvfp4",
         "mla",
         "trtllm_pool",
+        "trtllm_regions",
         "token_pool",
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvferry.layout.engines import FORMATS, LayoutHints, TensorView, describe, trtllm_view_6d
+from kvferry.layout.engines import FORMATS, describe
+from kvferry.layout.hints import LayoutHints, TensorView
 from kvferry.layout.keys import (
     HASH_BYTES,
     KeyChain,
@@ -14,6 +15,7 @@ from kvferry.layout.keys import (
 )
 from kvferry.layout.planes import KVLayout, Plane
 from kvferry.layout.tensors import view_tensors
+from kvferry.layout.trtllm import trtllm_view_6d
 
 __all__ = [
     "FORMATS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvferry.layout.engines import TensorView
+from kvferry.layout.hints import TensorView
 
 
 def view_tensors(tensors: Iterable[Any]) -> tuple[list[TensorView], list[Any]]:
