@@ -47,8 +47,14 @@ class EngineSide:
         self._first: dict[str, float] = {}
         self._preempted: set[str] = set()
         self._counts: Counter[str] = Counter()
-        if ranks == 1 and connector is not None and connector["kv_connector"] == "KVFerryConnector":
-            self._keep_counts(get_kv_transfer_group()._worker.counters)
+        if (
+            ranks == 1
+            and connector is not None
+            and connector["kv_connector"] in ("KVFerryConnector", "P2pNcclConnector")
+        ):
+            for side in (get_kv_transfer_group()._worker, self._scheduler.connector._scheduler):
+                if side is not None:
+                    self._keep_counts(side.counters)
         self._number = 0
 
     def _keep_counts(self, counters: Any) -> None:
@@ -78,14 +84,15 @@ class EngineSide:
         lora: list[Any] | None = None,
         sampling: dict[str, Any] | None = None,
         priorities: list[int] | None = None,
+        names: list[str] | None = None,
         **prompt: Any,
     ) -> dict[str, Any]:
         """Let requests come in, maybe with an adapter (name, number, path); `run` or `step` works on them."""
         adapter = None if lora is None else LoRARequest(*lora)
         ids = []
-        for tokens, priority in zip(prompts, priorities or [0] * len(prompts), strict=True):
+        for index, (tokens, priority) in enumerate(zip(prompts, priorities or [0] * len(prompts), strict=True)):
             self._number += 1
-            name = f"r{self._number}"
+            name = names[index] if names else f"r{self._number}"
             params = SamplingParams(max_tokens=max_tokens, **(GREEDY | (sampling or {})))
             if params.n > 1:  # else each answer's tokens come in an output of its own
                 params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -126,6 +133,7 @@ class EngineSide:
             "all_tokens": [[list(one.token_ids) for one in output.outputs] for output in found],
             "reasons": [output.outputs[0].finish_reason for output in found],
             "cached": [output.num_cached_tokens or 0 for output in found],
+            "params": [output.kv_transfer_params for output in found],
             "ttft_ms": [(self._first[name] - self._started[name]) * 1e3 for name in ids if name in self._first],
         }
 
@@ -186,6 +194,14 @@ class EngineSide:
     def load_time(self) -> dict[str, Any]:
         """The mean time of a load since the start."""
         return {"ms": self._counts["load_seconds"] / self._counts["loads"] * 1e3}
+
+    def counts(self) -> dict[str, Any]:
+        """What the connector has counted since the start."""
+        return {"counts": dict(self._counts)}
+
+    def addresses(self) -> dict[str, Any]:
+        """Where the ranks of a P2pNcclConnector are reached."""
+        return {"addresses": self._scheduler.connector._scheduler.own_addresses}
 
     def loading(self) -> dict[str, Any]:
         """How many loads have not ended."""

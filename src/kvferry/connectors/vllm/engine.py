@@ -70,8 +70,8 @@ def register(
     try:
         isa = ""
         if next(iter(kv_caches.values())).device.type == "cpu":
-            isa = _cpu_isa(vllm_config, next(iter(specs.values())))
-            rehome([*kv_caches.values(), *_views_of_layers(vllm_config, kv_caches)])
+            isa = cpu_isa(vllm_config, next(iter(specs.values())))
+            rehome_caches(vllm_config, kv_caches)
         client.register_kv_caches(
             kv_caches,
             engine_id=vllm_config.kv_transfer_config.engine_id,
@@ -113,10 +113,14 @@ def warn_of_failure_policy(transfer: Any) -> None:
         )
 
 
-def _views_of_layers(vllm_config: Any, kv_caches: Mapping[str, Any]) -> list[Any]:
-    """The tensors that layers compute with, where those are other views of what is registered: all move together."""
+def rehome_caches(vllm_config: Any, kv_caches: Mapping[str, Any]) -> None:
+    """Move KV caches of a CPU into memory that other processes can map.
+
+    Layers may compute with other views of what is registered: all move together.
+    """
     layers = vllm_config.compilation_config.static_forward_context
-    return [view for name in kv_caches if isinstance(view := getattr(layers.get(name), "kv_cache", None), torch.Tensor)]
+    views = [getattr(layers.get(name), "kv_cache", None) for name in kv_caches]
+    rehome([*kv_caches.values(), *(view for view in views if isinstance(view, torch.Tensor))])
 
 
 def _engine(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
@@ -127,7 +131,7 @@ def _engine(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
     return f"{release}/{'+'.join(sorted(backends))}"
 
 
-def _cpu_isa(vllm_config: Any, spec: Any) -> str:
+def cpu_isa(vllm_config: Any, spec: Any) -> str:
     """How vLLM's CPU kernels pack a block, which depends on the processor."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

@@ -33,7 +33,7 @@ def _refusals(vllm_config: Any, kv_cache_config: Any, can_sleep: bool) -> Iterat
     if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not can_sleep:
         yield (
             "enable_sleep_mode is set: vLLM takes KV memory away while the engine sleeps, and before 0.33 tells no "
-            "connector; memory that the cache server has mapped would not be freed. Start the engine without it"
+            "connector; memory that another process has mapped would not be freed. Start the engine without it"
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         yield "calculate_kv_scales is set: each engine then has scales of its own, which no key names"

@@ -6,7 +6,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvferry.connectors.vllm.keys import NotExpressible
 from kvferry.connectors.vllm.plans import LoadPlan, StepPlan, StorePlan, WorkReport
 from kvferry.connectors.vllm.promises import Promises
 from kvferry.connectors.vllm.requests import NO_OFFER, RequestState, num_blocks, whole_chunks
+from kvferry.connectors.vllm.steps import scheduled
 from kvferry.layout import KeyContext
 
 ASK_AGAIN_S = 0.002
@@ -104,7 +105,7 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepPlan:
         """The step's work, for vLLM's SchedulerOutput."""
         stores = []
-        for request_id, computed_tokens in self._scheduled(output):
+        for request_id, computed_tokens in scheduled(output, self._states):
             state = self._states.get(request_id)
             if state is not None and (store := self._store(request_id, state, computed_tokens)) is not None:
                 stores.append(store)
@@ -247,31 +248,6 @@ class SchedulerSide:
         if state is not None:
             state.loading = state.loads_allowed = False
             state.stored_tokens, state.asked = 0, None
-
-    def _scheduled(self, output: Any) -> Iterator[tuple[str, int]]:
-        """Each request that computes in this step, with how many of its tokens are computed after it."""
-        for new in output.scheduled_new_reqs:
-            self._set_blocks(new.req_id, new.block_ids)
-            yield new.req_id, new.num_computed_tokens + output.num_scheduled_tokens.get(new.req_id, 0)
-        cached = output.scheduled_cached_reqs
-        for request_id, block_ids, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if request_id in cached.resumed_req_ids:
-                self._set_blocks(request_id, block_ids)
-            elif block_ids is not None:
-                self._add_blocks(request_id, block_ids)
-            yield request_id, computed + output.num_scheduled_tokens.get(request_id, 0)
-
-    def _set_blocks(self, request_id: str, groups: Sequence[Iterable[int]] | None) -> None:
-        state = self._states.get(request_id)
-        if state is not None:
-            state.blocks = list(groups[0]) if groups else []
-
-    def _add_blocks(self, request_id: str, groups: Sequence[Iterable[int]]) -> None:
-        state = self._states.get(request_id)
-        if state is not None:
-            state.blocks.extend(groups[0])
 
     def _store(self, request_id: str, state: RequestState, computed_tokens: int) -> StorePlan | None:
         """Store the chunks that are whole after this step, where any are new."""

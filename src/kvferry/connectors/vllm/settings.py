@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+_CONNECTOR = "KVFerryConnector"
 _Seconds = Annotated[float, Meta(gt=0, le=3600)]
 
 
@@ -44,25 +45,12 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     def token(self) -> str | None:
         """The token, or None where none is set. Raises ValueError where the file cannot be read."""
-        if not self.token_file:
-            return None
-        try:
-            return Path(self.token_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"token_file of KVFerryConnector: {error}") from None
+        return read_secret("token_file", self.token_file, _CONNECTOR)
 
     @classmethod
     def from_extra_config(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """Settings out of vLLM's dictionary. Raises ValueError for what is missing, unknown, or of the wrong type."""
-        known = cls.__struct_fields__
-        for key in extra:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(
-                    f"kv_connector_extra_config has {key!r}, which KVFerryConnector does not know{hint} "
-                    f"Known are: {', '.join(known)}"
-                )
+        check_names(extra, cls.__struct_fields__, _CONNECTOR)
         if "url" not in extra:
             raise ValueError(
                 "KVFerryConnector needs to know its cache server: set kv_connector_extra_config "
@@ -72,3 +60,25 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             return msgspec.convert(dict(extra), cls)
         except msgspec.ValidationError as error:
             raise ValueError(f"kv_connector_extra_config of KVFerryConnector: {error}") from None
+
+
+def check_names(found: Iterable[str], known: Sequence[str], connector: str) -> None:
+    """Raise ValueError for a name that is not among those known, with the nearest that is."""
+    for name in found:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"kv_connector_extra_config has {name!r}, which {connector} does not know{hint} "
+                f"Known are: {', '.join(known)}"
+            )
+
+
+def read_secret(name: str, path: str, connector: str) -> str | None:
+    """What the file that a setting names has in it; None where it names none. Raises ValueError."""
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{name} of {connector}: {error}") from None
