@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "p2p": {"cuda", "ipc", "layout", "copy"},
     "reference": {"client", "p2p", "layout"},
     "connectors": {"client", "p2p", "ipc", "layout"},
+    "router": set(),
     "cli": set(PARTS),
 }
 

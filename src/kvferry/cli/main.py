@@ -10,10 +10,8 @@ import dataclasses
 import json
 import logging
 import os
-import pathlib
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -24,50 +22,31 @@ from kvferry.cli.config_flags import with_settings
 from kvferry.cli.config_sources import load_config
 from kvferry.cli.config_view import describe, view_config
 from kvferry.cli.logs import set_up_logs
+from kvferry.cli.options import Carrier, ConfigOption, Device, DeviceOption, JsonOption, PrintOption, StdinOption
 from kvferry.cli.sizes import parse_bytes
 from kvferry.config import ServerConfig
 from kvferry.errors import KVFerryError
+from kvferry.router.config import RouterConfig
 
 if TYPE_CHECKING:
+    import pathlib
+
     from kvferry.cli.bench_report import Result
     from kvferry.cli.demo import DemoResult, Say
     from kvferry.cli.demo_p2p import P2pDemoResult
 
     AnyResult = TypeVar("AnyResult", DemoResult, P2pDemoResult)
 
+AnyConfig = TypeVar("AnyConfig", ServerConfig, RouterConfig)
+
 __all__ = ["app", "main"]
 
 _LOG = logging.getLogger(__name__)
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,  # those show the values of variables, among which are secrets
-)
+# Pretty exceptions show the values of variables, among which are secrets.
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(help="Measure this machine; ratios are to a limit measured in the same run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
-
-
-class Device(str, Enum):
-    """Where KV lives."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Carrier(str, Enum):
-    """What moves KV from engine to engine."""
-
-    auto = "auto"
-    ipc = "ipc"
-    nccl = "nccl"
-    host = "host"
-
-
-DeviceOption = Annotated[
-    Device, typer.Option(help="Use the GPU (cuda), host memory (cpu), or the GPU if there is one.")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -90,31 +69,42 @@ def about(
 def serve(
     flags: Mapping[str, Any],
     *,
-    config: Annotated[
-        pathlib.Path | None, typer.Option(help="TOML file with settings; flags and KVFERRY_... variables go before it.")
-    ] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="Show each setting and where it comes from, and end.")
-    ] = False,
-    until_stdin_closes: Annotated[bool, typer.Option(hidden=True)] = False,
+    config: ConfigOption = None,
+    print_config: PrintOption = False,
+    until_stdin_closes: StdinOption = False,
 ) -> None:
     """Run the cache server until SIGTERM or SIGINT.
 
     Each setting is a flag, a variable (--disk-size is KVFERRY_DISK_SIZE) and a key of the file (disk_size).
     """
-    loaded = load_config(ServerConfig, flags, config, os.environ)
-    if print_config:
-        typer.echo(view_config(loaded))
-        return
-    set_up_logs(loaded.config.log_format, loaded.config.log_level)
-    _LOG.info("starting: %s", describe(loaded.config))
+    settings = _settings(ServerConfig, flags, config, print_config=print_config)
+    _LOG.info("starting: %s", describe(settings))
     from kvferry.cli.serve import run_server
 
+    with _ended_by_errors():
+        run_server(settings, until_stdin_closes=until_stdin_closes)
+
+
+@app.command()
+@with_settings(RouterConfig)
+def route(
+    flags: Mapping[str, Any],
+    *,
+    config: ConfigOption = None,
+    print_config: PrintOption = False,
+    until_stdin_closes: StdinOption = False,
+) -> None:
+    """Run the front door of prefill and decode engines until SIGTERM or SIGINT.
+
+    Each setting is a flag, a variable (--max-body is KVFERRY_ROUTE_MAX_BODY) and a key of the file (max_body).
+    """
+    settings = _settings(RouterConfig, flags, config, print_config=print_config)
     try:
-        run_server(loaded.config, until_stdin_closes=until_stdin_closes)
-    except (KVFerryError, ValueError) as error:
-        _LOG.error("ended: %s", error)
-        raise typer.Exit(2) from None
+        from kvferry.cli.route import run_router
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the router needs the package {error.name}: pip install 'kvferry[route]'") from None
+    with _ended_by_errors():
+        run_router(settings, until_stdin_closes=until_stdin_closes)
 
 
 @app.command()
@@ -258,6 +248,28 @@ def _report(name: str, device: str, results: list[Result], *, as_json: bool) -> 
         typer.echo(json.dumps(as_object(name, describe_machine(device), results)))
     else:
         show(Console(), name, results)
+
+
+def _settings(
+    kind: type[AnyConfig], flags: Mapping[str, Any], file: pathlib.Path | None, *, print_config: bool
+) -> AnyConfig:
+    """What a server is to run with, whose log begins here; or it is shown, and the command ends."""
+    loaded = load_config(kind, flags, file, os.environ)
+    if print_config:
+        typer.echo(view_config(loaded))
+        raise typer.Exit
+    set_up_logs(loaded.config.log_format, loaded.config.log_level)
+    return loaded.config
+
+
+@contextlib.contextmanager
+def _ended_by_errors() -> Iterator[None]:
+    """End with code 2 where a server cannot start or go on, and say why in its log."""
+    try:
+        yield
+    except (KVFerryError, ValueError) as error:
+        _LOG.error("ended: %s", error)
+        raise typer.Exit(2) from None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,135 @@
+"""One try of a request: a decode engine, and in most a prefill engine, both asked at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.router.addresses import EngineAddress
+from kvferry.router.balance import Balance
+from kvferry.router.calls import Call, CallFailedError, EngineCalls, Head
+from kvferry.router.course import Pair
+from kvferry.router.handover import plan_handover
+from kvferry.router.headers import Headers, engine_headers
+from kvferry.router.replies import error_in_event
+from kvferry.router.requests import Ask, decode_body, prefill_body
+
+__all__ = ["Answer", "Attempt", "PrefillRefusedError", "Request"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class PrefillRefusedError(Exception):
+    """A prefill engine takes the request for wrong; a decode engine has to say whether it is."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A client's request, ready to be sent to engines."""
+
+    path: str
+    headers: Headers
+    request_id: str
+    ask: Ask
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How a decode engine's answer begins; of one that is no stream, or short, `begin` is all and `more` is None."""
+
+    head: Head
+    begin: bytes
+    more: Call | None
+
+
+class Attempt:
+    """Asks both engines when entered, and gives both up when left. For one task of the event loop."""
+
+    def __init__(self, calls: EngineCalls, balance: Balance, request: Request, pair: Pair) -> None:
+        self._calls = calls
+        self._balance = balance
+        self._request = request
+        self._pair = pair
+        self._stack = contextlib.AsyncExitStack()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Attempt:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._stack.aclose()  # closes both calls: nothing is left that a task could wait for
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def answer(self) -> Answer:
+        """Ask, and wait for the answer's beginning.
+
+        Raises CallFailedError, which says of which engine, where one of the two has failed before that, and
+        PrefillRefusedError.
+        """
+        ask, pair = self._request.ask, self._pair
+        handover = None
+        if pair.prefill is not None:
+            handover = plan_handover(pair.prefill.address, pair.decode.address, self._request.request_id)
+        request_id = self._request.request_id if handover is None else handover.request_id
+        self._stack.callback(self._balance.begin_decode(pair.decode).end)
+        decode = await self._begin(pair.decode.address, request_id, decode_body(ask, handover))
+        first = self._task(self._first(decode))
+        waiting: set[asyncio.Task[Any]] = {first}
+        if pair.prefill is not None and handover is not None:
+            work = self._balance.begin_prefill(pair.prefill, ask.prefix, pair.seen_bytes)
+            self._stack.callback(work.end)
+            prefill = await self._begin(pair.prefill.address, request_id, prefill_body(ask, handover))
+            reading = self._task(self._read_prompt(prefill))
+            reading.add_done_callback(lambda _: work.end())
+            waiting.add(reading)
+        while not first.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                for task in done:
+                    task.result()
+        answer: Answer = await first
+        return answer
+
+    async def _begin(self, address: EngineAddress, request_id: str, body: bytes) -> Call:
+        headers = engine_headers(self._request.headers, address, request_id)
+        return await self._stack.enter_async_context(self._calls.call(address, self._request.path, headers, body=body))
+
+    def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        return task
+
+    async def _read_prompt(self, call: Call) -> None:
+        """Return when the prefill engine has done its part."""
+        head = await call.head()
+        body = await call.body()
+        if head.status < 400:
+            return
+        text = f"it answered {head.status}: {body[:300].decode(errors='replace')}"
+        if head.status < 500:
+            _LOG.warning("%s: %s", call.key, text, extra={"request": self._request.request_id})
+            raise PrefillRefusedError(text)
+        raise CallFailedError(call.key, text, status=head.status)
+
+    async def _first(self, call: Call) -> Answer:
+        head = await call.head()
+        is_stream = head.status < 400 and any(
+            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in head.headers
+        )
+        if not is_stream:
+            answer = Answer(head, await call.body(), None)
+            status = head.status
+        else:
+            begin = await call.chunk()
+            answer = Answer(head, begin or b"", None if begin is None else call)
+            status = error_in_event(answer.begin) or head.status
+        if status >= 500:
+            text = f"it answered {status}: {answer.begin[:300].decode(errors='replace')}"
+            raise CallFailedError(call.key, text, status=status)
+        return answer

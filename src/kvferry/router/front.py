@@ -1,0 +1,25 @@
+"""What all requests of one router share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from kvferry.router.calls import EngineCalls
+from kvferry.router.config import RouterConfig
+from kvferry.router.engines import Engines
+from kvferry.router.measures import Measures
+
+__all__ = ["Front"]
+
+
+@dataclass
+class Front:
+    """Made in the event loop, and used there alone. Once `ended` is done, requests that go on are broken off."""
+
+    config: RouterConfig
+    calls: EngineCalls
+    engines: Engines
+    measures: Measures
+    ended: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    num_requests: int = 0
