@@ -422,10 +422,16 @@ EXPORT int ncclCommFinalize(comm *c) {
   return c->blocking ? SUCCESS : code;
 }
 
+/* NCCL's service thread ends, and destroying comes back, only once the peer has hung up as well. */
 EXPORT int ncclCommDestroy(comm *c) {
   int code = quiet(c);
   if (code) return code;
   join_worker(c);
+  if (c->out >= 0) shutdown(c->out, SHUT_WR);
+  for (char bytes[256]; c->in >= 0;) {
+    struct pollfd peer = {.fd = c->in, .events = POLLIN};
+    if (poll(&peer, 1, -1) > 0 && read(c->in, bytes, sizeof bytes) == 0) break;
+  }
   release(c);
   return planned("ncclCommDestroy");
 }

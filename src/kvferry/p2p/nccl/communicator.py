@@ -28,8 +28,7 @@ class State(enum.Enum):
     CONNECTING = "connecting"
     READY = "ready"
     CLOSING = "closing"  # takes no new exchanges, does those that it has
-    FINALIZING = "finalizing"
-    ENDING = "ending"  # being destroyed or aborted, in a thread of its own
+    ENDING = "ending"  # being aborted, in a thread of its own
     ENDED = "ended"
 
 
@@ -115,8 +114,6 @@ class Communicator:
                 return self._step_connecting(now)
             if self._state in (State.READY, State.CLOSING):
                 return self._step_exchanges(now, depth)
-            if self._state is State.FINALIZING:
-                return self._step_finalizing(now)
             return self._state is State.ENDING and self._step_ending(now)
         except (NcclError, CudaError) as error:
             self._fail(error)
@@ -144,20 +141,11 @@ class Communicator:
             _run(future, call)
             return True
         if self._state is State.CLOSING and not self._lane.busy:
-            self._library.ncclCommFinalize(self._handle)
-            self._enter(State.FINALIZING)
+            self._end()
             return True
         if self._state is State.CLOSING and now > self._deadline:
             raise NcclPeerError(f"it was closed, and what it had to do took over {self._end_timeout_s} s")
         return changed
-
-    def _step_finalizing(self, now: float) -> bool:
-        if self._library.ncclCommGetAsyncError(self._handle):
-            self._end(self._library.ncclCommDestroy)
-            return True
-        if now > self._deadline:
-            raise NcclPeerError(f"the communicator was not finalised within {self._end_timeout_s} s")
-        return False
 
     def _step_ending(self, now: float) -> bool:
         """Wait until the communicator is freed and its stream ran dry: only then is the memory nobody's any more."""
@@ -218,12 +206,13 @@ class Communicator:
             f"{self.name}: {'not connected: ' if connecting else ''}{error}{shm_note() if suspected else ''}"
         )
         self._error.__cause__ = error
-        self._end(self._library.ncclCommAbort)
+        self._end()
 
-    def _end(self, call: Callable[[int], None]) -> None:
+    def _end(self) -> None:
+        """Free it. Not by ncclCommDestroy, which comes back only once the peer has ended its side, or its process."""
         self._enter(State.ENDING)
         if self._handle:
-            self._ending = Ending(partial(call, self._handle), self._lane.device)
+            self._ending = Ending(partial(self._library.ncclCommAbort, self._handle), self._lane.device)
 
     def _enter(self, state: State) -> None:
         self._state = state

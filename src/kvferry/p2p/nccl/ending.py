@@ -1,4 +1,4 @@
-"""Calls that free a communicator, which may hang."""
+"""The call that frees a communicator, which may hang."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvferry.errors import KVFerryError
 
 
 class Ending:
-    """Aborts or destroys one communicator, in a thread of its own that ends with that.
+    """Aborts one communicator, in a thread of its own that ends with that.
 
     A daemon: NCCL may never return from it, and the process has to be able to exit all the same. Nobody waits for it,
     the launcher's thread looks at `done`.

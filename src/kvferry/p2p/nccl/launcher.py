@@ -34,7 +34,7 @@ class NcclLauncher:
     """All communicators of one device, and the one thread that launches their transfers.
 
     That thread, a daemon because a driver that hangs must not keep the process from exiting, makes every NCCL call of
-    every communicator, but for the abort or destroy that frees it. No call waits for a peer: communicators do not
+    every communicator, but for the abort that frees it. No call waits for a peer: communicators do not
     block, so one peer that is slow or dead holds up no other. A launch that NCCL is still carrying out is polled, and
     an event is recorded only after; earlier it would come before the transfer. Exchanges of one communicator run in the
     order in which they were given; those of several run at once, each in a stream of its own.
@@ -117,7 +117,7 @@ class NcclLauncher:
             members = list(self._members)
             self._tasks.extend(member.close for member in members)
             self._changed.notify_all()
-        longest = 4 * self.settings.end_timeout_s  # its three steps, and some time to notice
+        longest = 3 * self.settings.end_timeout_s  # its two steps, and some time to notice
         self._thread.join(timeout=longest)
         if self._thread.is_alive():
             _logger.error("the NCCL thread of device %d did not end within %.0f s", self.device, longest)

@@ -37,7 +37,7 @@ class _CommCalls(NcclCalls):
         self._begun("ncclCommFinalize", comm)
 
     def ncclCommDestroy(self, comm: int) -> None:
-        """Free a finalised communicator; may block."""
+        """Free a finalised communicator; blocks until the peer has ended its side, or its process."""
         self.call("ncclCommDestroy", comm)
 
     def ncclCommAbort(self, comm: int) -> None:

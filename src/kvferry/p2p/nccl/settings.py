@@ -20,7 +20,7 @@ class NcclSettings:
 
     `max_ctas`: multiprocessors that a transfer may take, which bounds its rate and its memory (`bytes_per_peer`): on an
     H200 4, 8 and 16 of them move 128, 249 and 332 GB/s. Both sides of a pair need the same number. `end_timeout_s`
-    bounds each step of an end: what is still to be done, finalising, aborting (which takes half a second on an H200).
+    bounds each step of an end: what is still to be done, aborting (which takes half a second on an H200).
     """
 
     max_ctas: int = 8
