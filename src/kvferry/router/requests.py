@@ -51,7 +51,7 @@ class Ask:
     @property
     def wants_prompt(self) -> bool:
         fields = self.fields
-        echoes = bool(fields.get("echo")) and fields.get("logprobs") not in (None, False)
+        echoes = bool(fields.get("echo")) and fields.get("logprobs") is not None
         return echoes or fields.get("prompt_logprobs") is not None
 
 
