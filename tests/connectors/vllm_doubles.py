@@ -51,6 +51,8 @@ class Request:
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+    status: str = "RUNNING"
 
     @property
     def num_prompt_tokens(self) -> int:

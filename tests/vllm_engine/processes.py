@@ -129,6 +129,10 @@ class Engine(Process):
     def call(self, op: str, timeout_s: float = 90.0, **arguments: Any) -> Any:
         """What a command gives."""
         self.send({"op": op, **arguments})
+        return self.reply(timeout_s)
+
+    def reply(self, timeout_s: float) -> Any:
+        """What the command gives that was sent last."""
         reply = json.loads(self.receive(timeout_s))
         if not reply.pop("ok"):
             raise RuntimeError(reply["error"])

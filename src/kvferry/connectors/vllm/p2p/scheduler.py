@@ -87,8 +87,10 @@ class PeerScheduler:
         state = self._state(request)
         if state is None or state.handover.sends or state.phase is not Phase.TO_COME:
             return
-        if num_tokens == 0:  # the engine has all of it itself, or another connector loads
-            self._drop(state)
+        if num_tokens == 0:
+            if state.num_tokens > 0:  # the engine has all of it itself, or another connector loads
+                self._drop(state)
+            state.phase = Phase.OVER
             return
         total = num_blocks(state.num_tokens, self._block_size)
         skip, rest = divmod(state.num_tokens - num_tokens, self._block_size)
@@ -196,7 +198,8 @@ class PeerScheduler:
     def _drop(self, state: _Peered) -> None:
         """It will not be sent, or is not wanted; the other engine is told, where there was something to tell of."""
         state.phase = Phase.OVER
-        if state.num_tokens > 0 or not state.handover.sends:  # the prompt of a request that was rejected is not known
+        # Where vLLM rejects a request it makes one with another prompt in its place, so the decode side always tells.
+        if state.num_tokens > 0 or not state.handover.sends:
             self._dropped.append(state.handover)
             self.counters.add("p2p_withdrawn" if state.handover.sends else "p2p_not_taken")
 
