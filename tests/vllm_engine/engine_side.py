@@ -203,6 +203,10 @@ class EngineSide:
         """Where the ranks of a P2pNcclConnector are reached."""
         return {"addresses": self._scheduler.connector._scheduler.own_addresses}
 
+    def receiving(self) -> dict[str, Any]:
+        """How many transfers a P2pNcclConnector waits for."""
+        return {"count": len(get_kv_transfer_group()._worker._receives)}
+
     def loading(self) -> dict[str, Any]:
         """How many loads have not ended."""
         return {"count": len(get_kv_transfer_group()._worker._loads)}

@@ -30,6 +30,13 @@ class Peers:
         self.prefill = stage.engine(connector=connector("kv_producer", **extra), **(prefill or {}))
         self.decode = stage.engine(connector=connector("kv_consumer", **extra), **(decode or {}))
 
+    @classmethod
+    def beside(cls, stage: Stage, prefill: Engine, **extra: Any) -> Peers:
+        """Another decode engine for a prefill engine that there is."""
+        peers = cls.__new__(cls)
+        peers.prefill, peers.decode = prefill, stage.engine(connector=connector("kv_consumer", **extra))
+        return peers
+
     def params(self, transfer_id: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """The kv_transfer_params of a request, for either engine."""
         common = {"transfer_id": transfer_id or uuid.uuid4().hex}
