@@ -1,0 +1,75 @@
+"""Fixtures over the double of TensorRT-LLM; a conftest imports them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doubles.trt_executor import FakeTrtExecutor, MakePool
+from doubles.trt_interface import NEW, Stub, installed
+from doubles.trt_memory import host_memory, new_pool
+from doubles.trt_requests import Setup, llm_args
+from serving.process import Stage
+
+Start = Callable[..., FakeTrtExecutor]
+
+
+def write_model(folder: Path, **changes: Any) -> str:
+    """A checkpoint with the sizes of `PoolShape`'s defaults."""
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 16,
+        "head_dim": 4,
+        **changes,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(b"weights" * 100)
+    return str(folder)
+
+
+@pytest.fixture
+def stub(request: pytest.FixtureRequest) -> Iterator[Stub]:
+    """The newer release, unless a test asks for another."""
+    with installed(getattr(request, "param", NEW)) as made:
+        yield made
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return write_model(tmp_path / "model")
+
+
+@pytest.fixture
+def start(stub: Stub, model: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts engines on the stage's server, with our connector, or with `worker` or `scheduler` in its place."""
+    monkeypatch.setenv("KVFERRY_TRTLLM_URL", stage.url)
+    with contextlib.ExitStack() as undo:
+
+        def make(
+            setup: Setup | None = None,
+            *,
+            worker: Any = None,
+            scheduler: Any = None,
+            make_pool: MakePool = new_pool,
+            **changes: Any,
+        ) -> FakeTrtExecutor:
+            from kvferry.connectors import trtllm
+
+            setup = setup or Setup()
+            worker = worker or trtllm.KVFerryWorker
+            if setup.v2:
+                worker = type("HostWorker", (worker,), {"memory_at": staticmethod(host_memory)})
+            args = llm_args(changes.pop("model", model), setup, **changes)
+            made = FakeTrtExecutor(stub, scheduler or trtllm.KVFerryScheduler, worker, args, setup, make_pool=make_pool)
+            undo.callback(made.close)
+            return made
+
+        yield make
