@@ -6,20 +6,23 @@ import ctypes
 import itertools
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import kvferry.copy
 from doubles.fake_cuda import FakeDriver
+from doubles.fake_work import FakeWork
 
 _STRIP_WORDS = 5
 _PAIR_WORDS = 5
 _CTAS = 2
+_ILLEGAL_ADDRESS = 700
 
 
 def install(driver: FakeDriver) -> None:
     """Let modules that are loaded from now on have the kernels."""
     driver.fake.kernels["copy_chunks"] = _copy_chunks
-    driver.fake.kernels["copy_pairs"] = _copy_pairs
+    driver.fake.kernels["copy_pairs"] = partial(_copy_pairs, driver.fake)
 
 
 def compile_source(folder: Path) -> ctypes.CDLL:
@@ -83,8 +86,9 @@ def _copy_chunks(places: list[int]) -> Callable[[], None]:
     return run
 
 
-def _copy_pairs(places: list[int]) -> Callable[[], None]:
+def _copy_pairs(fake: FakeWork, places: list[int]) -> Callable[[], None]:
     pairs_at, num_pairs, to_at, from_at, blocks = (ctypes.c_uint64.from_address(place).value for place in places)
+    device = fake.device()
 
     def run() -> None:
         pairs = (ctypes.c_uint64 * (_PAIR_WORDS * num_pairs)).from_address(pairs_at)
@@ -92,7 +96,10 @@ def _copy_pairs(places: list[int]) -> Callable[[], None]:
         from_ids = (ctypes.c_int32 * blocks).from_address(from_at)
         for block, index in itertools.product(range(blocks), range(num_pairs)):
             to, to_stride, source, from_stride, nbytes = pairs[_PAIR_WORDS * index : _PAIR_WORDS * (index + 1)]
-            target = to + to_ids[block] * to_stride
-            ctypes.memmove(target, source + from_ids[block] * from_stride, nbytes)
+            target, start = to + to_ids[block] * to_stride, source + from_ids[block] * from_stride
+            if not (fake.kernel_reaches(device, target) and fake.kernel_reaches(device, start)):
+                fake.failures["cuEventQuery"] = [_ILLEGAL_ADDRESS] * 1000  # from now on
+                return
+            ctypes.memmove(target, start, nbytes)
 
     return run

@@ -87,7 +87,7 @@ class FakeMemory(FakeBase):
         self.allocations: dict[int, Allocation] = {}
         self.numbers = itertools.count(1)
         self.reopen_counted = False  # newer drivers count a second open of the same handle, older ones refuse it
-        self._opened: dict[bytes, list[int]] = {}
+        self._opened: dict[tuple[bytes, int], list[int]] = {}  # by handle, and the device whose context opened it
 
     def allocate(self, nbytes: int, kind: str) -> int:
         """A new allocation of that kind on the current device; also used by tests for kinds without a call here."""
@@ -110,6 +110,13 @@ class FakeMemory(FakeBase):
                 if allocation.base <= address < allocation.base + allocation.size:
                     return allocation
         return None
+
+    def kernel_reaches(self, device: int, address: int) -> bool:
+        """Imported memory is reached from the device whose context opened it, whatever access peers were given."""
+        found = self.find(address)
+        if found is None or found.device == device or found.kind not in ("legacy", "imported"):
+            return True
+        return found.kind == "legacy" and (device, found.device) in self.peers
 
     def do_cuMemGetInfo_v2(self, free: Any, total: Any) -> None:
         self.device()
@@ -201,7 +208,7 @@ class FakeMemory(FakeBase):
         device = self.device()
         packed = bytes(handle.data)
         with self.lock:
-            opened = self._opened.get(packed)
+            opened = self._opened.get((packed, device))
             if opened is not None:
                 if not self.reopen_counted:
                     raise Refused(ALREADY_MAPPED)
@@ -212,19 +219,19 @@ class FakeMemory(FakeBase):
             mapping, base = map_fd(fd, size)
             os.close(fd)
             self.allocations[base] = Allocation(base, size, device, next(self.numbers), "imported", -1, mapping)
-            self._opened[packed] = [base, 1]
+            self._opened[packed, device] = [base, 1]
             put(address, base)
 
     def do_cuIpcCloseMemHandle(self, address: int) -> None:
         self.device()
         with self.lock:
-            packed = next((key for key, opened in self._opened.items() if opened[0] == address), None)
-            if packed is None:
+            key = next((key for key, opened in self._opened.items() if opened[0] == address), None)
+            if key is None:
                 raise Refused(INVALID_VALUE)
-            self._opened[packed][1] -= 1
-            if self._opened[packed][1]:
+            self._opened[key][1] -= 1
+            if self._opened[key][1]:
                 return
-            del self._opened[packed]
+            del self._opened[key]
             allocation = self.allocations.pop(address)
         allocation.close()
 

@@ -81,6 +81,30 @@ def test_what_one_side_writes_the_other_reads(double: FakeDriver, exporter: Chil
         assert digest(tensor) == again["digest"]
 
 
+def test_for_kernels_of_another_device(double: FakeDriver, exporter: Child) -> None:
+    """Opened in that device's context: the driver lets its kernels reach nothing that another's has opened."""
+    exported = exporter.call("wrap", name="w", memory="pool", start=0, dtype="int8", shape=[64], seed=2)
+    with opened(exported) as wrapper:
+        there, here = wrapper.to_tensor_for(1), wrapper.to_tensor()
+        assert digest(there) == digest(here) == exported["digest"]
+        assert double.fake.open_mappings == 2
+        assert double.fake.kernel_reaches(1, there.data_ptr())
+        assert not double.fake.kernel_reaches(1, here.data_ptr())
+        del there, here
+    with pytest.raises(ShareError, match="is closed"):
+        wrapper.to_tensor_for(1)
+
+
+def test_for_kernels_of_another_device_in_its_own_process(double: FakeDriver) -> None:
+    with RawCudaIPCWrapper(local(4096)) as exported:
+        again = changed(exported)
+        with again:
+            tensor = again.to_tensor_for(1)
+            assert tensor.data_ptr() == exported.to_tensor().data_ptr()
+            assert double.fake.kernel_reaches(1, tensor.data_ptr())
+            assert double.fake.open_mappings == 0
+
+
 def test_permuted_axes_are_put_in_memory_order(double: FakeDriver) -> None:
     memory = local(2 * 4 * 8 * 2).view(torch.bfloat16).reshape(2, 4, 8)
     with RawCudaIPCWrapper(memory.permute(0, 2, 1)) as wrapper:

@@ -87,12 +87,19 @@ class MappedIPCWrapper(DeviceIPCWrapper):
         """Map the described memory on `device`; called when no other wrapper of this process has done so."""
 
     def _open(self) -> torch.Tensor:
+        return self._open_for(None)
+
+    def _open_for(self, reader: int | None) -> torch.Tensor:
+        """Map the memory in the context of the device `reader`, by default that which it lies on."""
         descriptor = self._described(MappedDescriptor)
-        device = ordinal_of(descriptor.device_uuid)
+        home = ordinal_of(descriptor.device_uuid)
+        device = home if reader is None else reader
         table = process_table()
         handle = descriptor.mapping_handle()
         if descriptor.exporter == table.token:
             return _alias(descriptor, table.exports.get(handle))
+        if device != home:
+            handle += b"@%d" % device  # each context has a mapping of its own
         key = MappingKey(descriptor.exporter, descriptor.buffer_id, handle)
         ref = table.mappings.acquire(key, partial(self._map, device))
         try:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from kvferry.cuda.device import bound, device_uuid, visible_uuids
+from kvferry.cuda.device import bound, device_uuid, enable_peer_access, ordinal_of, visible_uuids
 from kvferry.cuda.functions import ALREADY_MAPPED, HANDLE_BYTES
 from kvferry.cuda.memory import MemoryKind, PointerInfo
 from kvferry.errors import CudaError, ShareError, StaleHandleError, UnsupportedMemoryError
@@ -70,6 +70,25 @@ class RawCudaIPCWrapper(MappedIPCWrapper):
             **common, handle=handle, alloc_size=info.size, buffer_id=info.buffer_id, offset=offset, nbytes=nbytes
         )
         return descriptor, view
+
+    def to_tensor_for(self, reader: int) -> torch.Tensor:
+        """As `to_tensor`, for kernels of the device with that number in this process, which need not be the memory's.
+
+        A GPU reaches another's memory over NVLink or PCIe where the handle was opened in its own context; enabling peer
+        access between contexts does not let kernels reach what was opened in the other one. To torch the tensor is on
+        `reader` then. In the exporting process it is the memory itself, on its own device, which `reader` is let reach.
+
+        Raises ShareError; and CudaError where the two GPUs are not connected.
+        """
+        with self._lock:
+            if self._closed:
+                raise ShareError(f"{self!r} is closed: call to_tensor_for() before close()")
+        tensor = self._open_for(reader)
+        self._opened = True
+        home = ordinal_of(self.device_uuid)
+        if home != reader and self._descriptor.exporter == process_table().token:
+            enable_peer_access(reader, home)
+        return tensor
 
     def _map(self, device: int) -> Opened:
         descriptor = self._described(RawCudaDescriptor)

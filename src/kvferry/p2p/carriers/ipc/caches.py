@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from kvferry.copy.pairs import BlockPairs
-from kvferry.cuda.device import enable_peer_access
 from kvferry.cuda.memory import let_device_reach
 from kvferry.errors import KVFerryError, LayoutError, WireError
 from kvferry.ipc.captures import beside_captures
 from kvferry.ipc.policy import wrap
+from kvferry.ipc.raw import RawCudaIPCWrapper
 from kvferry.ipc.vmm import VmmCudaIPCWrapper
 from kvferry.ipc.wrapper import DeviceIPCWrapper
 from kvferry.layout import KVLayout
@@ -95,9 +95,10 @@ class PeerCaches:
         own = self.own.device
         with beside_captures(own):
             for wrapper in self.wrappers:
-                self.tensors.append(wrapper.to_tensor())
-                if own is not None and not self.same_gpu:
-                    _let_reach(own, wrapper, self.tensors[-1])
+                if own is None or self.same_gpu:
+                    self.tensors.append(wrapper.to_tensor())
+                else:
+                    self.tensors.append(_reached_from(own, wrapper))
 
     def close(self) -> None:
         """Let go of the memory; it is unmapped at once."""
@@ -146,10 +147,11 @@ class PeerCaches:
             layer.validate(sizes)
 
 
-def _let_reach(own: int, wrapper: DeviceIPCWrapper, tensor: torch.Tensor) -> None:
-    peer = wrapper.device_ordinal
-    assert peer is not None
+def _reached_from(own: int, wrapper: DeviceIPCWrapper) -> torch.Tensor:
+    """Memory of another GPU, as kernels of the device `own` reach it."""
+    if isinstance(wrapper, RawCudaIPCWrapper):
+        return wrapper.to_tensor_for(own)
+    tensor = wrapper.to_tensor()
     if isinstance(wrapper, VmmCudaIPCWrapper):
         let_device_reach(own, tensor.data_ptr())
-    else:
-        enable_peer_access(own, peer)
+    return tensor
