@@ -128,6 +128,7 @@ class BlockManager:
         self._free = list(range(shape.blocks))
         self._users = [0] * shape.blocks
         self._tree: OrderedDict[tuple[Any, ...], int] = OrderedDict()
+        self._unpoisoned: list[int] = []
         for block in self._free:
             self._poison(block)
 
@@ -168,8 +169,13 @@ class BlockManager:
             self._users[block] = 1
         return found
 
-    def release(self, blocks: Iterable[int], tokens: Sequence[int] = (), variant: str = "") -> None:
-        """Give blocks back; whole ones of `tokens`, whose KV is in them, are kept for reuse where that is done."""
+    def release(
+        self, blocks: Iterable[int], tokens: Sequence[int] = (), variant: str = "", *, at_once: bool = True
+    ) -> None:
+        """Give blocks back; whole ones of `tokens`, whose KV is in them, are kept for reuse where that is done.
+
+        Unless `at_once`, they are left as they are until `poison_freed`.
+        """
         size = self._shape.tokens
         for index, block in enumerate(blocks):
             if block < 0:
@@ -179,7 +185,14 @@ class BlockManager:
             if self._keeps and (index + 1) * size <= len(tokens) and key not in self._tree:
                 self._tree[key] = block
             elif not self._users[block] and block not in self._tree.values():
-                self._give_back(block)
+                self._give_back(block, at_once=at_once or self._partial)
+
+    def poison_freed(self) -> None:
+        """A forward begins, which may write to whatever was freed."""
+        for block in self._unpoisoned:
+            if not self._users[block]:
+                self._poison(block)
+        self._unpoisoned = []
 
     def _part(self, tokens: Sequence[int], start: int, variant: str) -> tuple[int, int]:
         """How many tokens of the next block another block has, and which."""
@@ -194,8 +207,11 @@ class BlockManager:
                 best = max(best, (same, block))
         return best if best[0] < self._shape.tokens else (0, -1)
 
-    def _give_back(self, block: int) -> None:
-        self._poison(block)
+    def _give_back(self, block: int, *, at_once: bool = True) -> None:
+        if at_once:
+            self._poison(block)
+        else:
+            self._unpoisoned.append(block)
         self._free.append(block)
 
     def _poison(self, block: int) -> None:

@@ -121,7 +121,7 @@ class FakeTrtExecutor:
                 batch.remove(request)
         self.transfers.forget_load(request)
         if silently or not request.blocks:
-            self._free(request, State.ENDED, keep=False)
+            self._free(request, State.ENDED, keep=False, at_once=False)
         else:
             self._end(request, State.ENDED, keep=False)
         self._expected = [memory.snapshot() for memory in self.memories]
@@ -129,7 +129,7 @@ class FakeTrtExecutor:
     def pause(self, request: Request) -> None:
         """V2 takes a request's blocks away; it will be computed again."""
         self._running.remove(request)
-        self.blocks.release(request.blocks)
+        self.blocks.release(request.blocks, at_once=False)
         request.begin_anew()
         self._queue.insert(0, request)
         self._expected = [memory.snapshot() for memory in self.memories]
@@ -153,7 +153,7 @@ class FakeTrtExecutor:
         """One iteration."""
         if self.dead:
             raise EngineDead("the loop has ended")
-        self._check_untouched("between steps")
+        self.check_untouched("between steps")
         with self._fatal():
             batch = self._schedule()
             if batch:
@@ -167,6 +167,7 @@ class FakeTrtExecutor:
         with self._fatal():
             for request in due:
                 self._process(request)
+            self._expected = [memory.snapshot() for memory in self.memories]
             self.transfers.collect(self._ranks)
         self._expected = [memory.snapshot() for memory in self.memories]
 
@@ -242,9 +243,10 @@ class FakeTrtExecutor:
         self._ranks.on_all(lambda rank: self.workers[rank].bind_connector_meta(pickle.loads(plan)))  # noqa: S301
         for _ in range(1 + self.setup.repeats_hooks):
             self._ranks.on_all(lambda rank: self.workers[rank].start_load_kv(self._stream()))
-        self._check_untouched("by loads", self.transfers.loadable(output, self.requests))
+        self.check_untouched("by loads", self.transfers.loadable(output, self.requests))
         for data in output.new_requests:
             self.requests[data.request_id].is_new = False
+        self.blocks.poison_freed()
 
     def _forward(self, batch: list[Request]) -> None:
         """Compute; what the connector raises here fails all requests that are active, and the loop goes on."""
@@ -303,14 +305,14 @@ class FakeTrtExecutor:
         else:
             self._free(request, state, keep=keep)
 
-    def _free(self, request: Request, state: State, *, keep: bool) -> None:
+    def _free(self, request: Request, state: State, *, keep: bool, at_once: bool = True) -> None:
         computed = request.sequence[: max(request.position, len(request.tokens) - 1)] if keep else []
-        self.blocks.release(request.blocks, computed, request.scope)
+        self.blocks.release(request.blocks, computed, request.scope, at_once=at_once)
         request.blocks, request.state = [], state
         if request in self._running:
             self._running.remove(request)
 
-    def _check_untouched(self, when: str, allowed: frozenset[int] = frozenset()) -> None:
+    def check_untouched(self, when: str, allowed: frozenset[int] = frozenset()) -> None:
         """Raise where a block has changed that nobody may write to now."""
         for rank, memory in enumerate(self.memories):
             changed = (memory.snapshot() != self._expected[rank]).any(dim=1).nonzero().flatten().tolist()

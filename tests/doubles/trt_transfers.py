@@ -91,6 +91,7 @@ class Transfers:
             pending["load"].update(started)
             pending["save"].update(finished)
         ranks.on_all(lambda rank: self._collect(rank, finished, started))
+        self._executor.check_untouched("in get_finished")
         for request_id in self._on_all_ranks("save"):
             self._saving.pop(request_id)()
         for request_id in self._on_all_ranks("load"):

@@ -94,7 +94,11 @@ class KVFerryWorker(_WorkerBase):  # type: ignore[misc]
         self._args = llm_args
         self._settings = read_settings(llm_args)
         self._client = CacheClient(self._settings.url, token=self._settings.token(), required=False)
-        self._side = WorkerSide(self._client, load_timeout_s=self._settings.load_timeout_s)
+        self._side = WorkerSide(
+            self._client,
+            load_timeout_s=self._settings.load_timeout_s,
+            copies_blocks=bool(getattr(llm_args.kv_cache_config, "enable_partial_reuse", True)),
+        )
         self._plan: object = None
         self._stream: int | None = None  # that of the forwards, which is not always the one that hooks are given
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,14 +32,21 @@ class WorkerSide:
 
     A load that fails raises, since the forward would use its blocks all the same, and the interface cannot say that it
     must not. Stores are waited for where their blocks may be given away: before the first forward after which their
-    request is neither going on, nor finished and kept until `finished` has returned it.
+    request is neither going on, nor finished and kept until `finished` has returned it. Where the engine itself copies
+    blocks in between (`copies_blocks`, for partial reuse), no store outlives its step but those of kept requests.
     """
 
     def __init__(
-        self, client: CacheClient, *, load_timeout_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        client: CacheClient,
+        *,
+        load_timeout_s: float,
+        copies_blocks: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._load_timeout_s = load_timeout_s
+        self._copies_blocks = copies_blocks
         self._clock = clock
         self._loads: tuple[LoadPlan, ...] = ()
         self._new_stores: tuple[StorePlan, ...] = ()
@@ -60,7 +67,7 @@ class WorkerSide:
         The server writes once the work that `stream` has now is done. Blocks of earlier stores that the forward may
         overwrite have been read on return.
         """
-        self._let_go_of_blocks()
+        self._let_go_of_blocks(self._going_on | self._kept)
         loads, self._loads = self._loads, ()
         jobs: list[tuple[LoadPlan, Job[RetrieveResult]]] = []
         try:
@@ -84,6 +91,8 @@ class WorkerSide:
     def finished(self, request_ids: Iterable[int]) -> list[int]:
         """Which of the requests that have ended, of this call and earlier ones, have no store left to end."""
         self._kept.update(request_ids)
+        if self._copies_blocks:
+            self._let_go_of_blocks(self._kept)
         self._end_stores()
         self._begin_stores()
         busy = {store.plan.request_id for store in self._stores} | {plan.request_id for plan in self._waiting}
@@ -133,10 +142,9 @@ class WorkerSide:
                 self._tell(store.job.error)
         self._stores = [store for store in self._stores if not store.job.done()]
 
-    def _let_go_of_blocks(self) -> None:
-        """End the stores of requests that may have lost their blocks: gone without a word, or begun anew."""
+    def _let_go_of_blocks(self, keeping: Collection[int]) -> None:
+        """End the stores of other requests: those may have lost their blocks, gone without a word, or begun anew."""
         self._end_stores()
-        keeping = self._going_on | self._kept
         self._waiting = deque(plan for plan in self._waiting if plan.request_id in keeping)
         left = [store for store in self._stores if store.plan.request_id not in keeping]
         until = self._clock() + self._load_timeout_s + GRACE_S
