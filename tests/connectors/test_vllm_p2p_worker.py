@@ -354,3 +354,13 @@ def test_each_kind_of_failure_is_said_once(make: Callable[..., Side], caplog: py
     for job in range(3):
         side.worker.start(PeerPlan(receives=(ReceivePlan(job, f"r{job}", None, (3,), 0),)))
     assert sum("tokens are computed" in record.message for record in caplog.records) == 1
+
+
+def test_who_waits_for_what_cannot_be_sent_is_told_at_once(make: Callable[..., Side]) -> None:
+    prefill, decode = make(1), make(2)
+    decode.worker.start(receive(prefill.address))
+    prefill.send(SendPlan(1, Handover("t", True, (decode.address,)), (BLOCKS,)))  # no such block
+    began = time.monotonic()
+    assert decode.ends() == {7: FAILED}
+    assert time.monotonic() - began < 8  # the lease is 10
+    assert prefill.ends() == {1: FAILED}

@@ -200,8 +200,10 @@ class EngineSide:
         return {"counts": dict(self._counts)}
 
     def addresses(self) -> dict[str, Any]:
-        """Where the ranks of a P2pNcclConnector are reached."""
-        return {"addresses": self._scheduler.connector._scheduler.own_addresses}
+        """Where the ranks of a P2pNcclConnector are reached, be it alone or a child of a MultiConnector."""
+        connector = self._scheduler.connector
+        children = [child._scheduler for child in getattr(connector, "_connectors", [connector])]
+        return {"addresses": next(child.own_addresses for child in children if hasattr(child, "own_addresses"))}
 
     def receiving(self) -> dict[str, Any]:
         """How many transfers a P2pNcclConnector waits for."""

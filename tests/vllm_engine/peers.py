@@ -22,20 +22,25 @@ def connector(role: str, **extra: Any) -> dict[str, Any]:
 
 
 class Peers:
-    """One engine for prompts, one for answers."""
+    """One engine for prompts, one for answers; `prefill` and `decode` are more of their arguments."""
 
     def __init__(
         self, stage: Stage, *, prefill: dict[str, Any] | None = None, decode: dict[str, Any] | None = None, **extra: Any
     ) -> None:
-        self.prefill = stage.engine(connector=connector("kv_producer", **extra), **(prefill or {}))
-        self.decode = stage.engine(connector=connector("kv_consumer", **extra), **(decode or {}))
+        self.prefill = stage.engine(**({"connector": connector("kv_producer", **extra)} | (prefill or {})))
+        self.decode = stage.engine(**({"connector": connector("kv_consumer", **extra)} | (decode or {})))
+
+    @classmethod
+    def of(cls, prefill: Engine, decode: Engine) -> Peers:
+        """Two engines that there are."""
+        peers = cls.__new__(cls)
+        peers.prefill, peers.decode = prefill, decode
+        return peers
 
     @classmethod
     def beside(cls, stage: Stage, prefill: Engine, **extra: Any) -> Peers:
         """Another decode engine for a prefill engine that there is."""
-        peers = cls.__new__(cls)
-        peers.prefill, peers.decode = prefill, stage.engine(connector=connector("kv_consumer", **extra))
-        return peers
+        return cls.of(prefill, stage.engine(connector=connector("kv_consumer", **extra)))
 
     def params(self, transfer_id: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
         """The kv_transfer_params of a request, for either engine."""

@@ -94,9 +94,9 @@ def test_whoever_is_first(
     assert peers.decode.call("results", ids=names)["tokens"] == reference(prompts)
     tokens = peers.prefill.call("results", ids=first)["tokens"]
     assert tokens == [wanted[:1] for wanted in reference(prompts)]
+    all_blocks_are_free(peers.prefill, peers.decode)
     counts = peers.counts()
     assert counts["p2p_receives"] == counts["p2p_sends"] == len(prompts)
-    all_blocks_are_free(peers.prefill, peers.decode)
 
 
 @pytest.mark.full

@@ -124,16 +124,18 @@ def test_preemption_on_the_decode_side(stage: Stage, reference: Reference) -> No
 
 @pytest.mark.full
 def test_preemption_on_the_prefill_side(stage: Stage, reference: Reference) -> None:
-    """Requests that go on there, too, are preempted between chunks, and with their KV still to be fetched."""
-    tight = {"num_gpu_blocks_override": 27, "max_model_len": 512, **CHUNKED}
+    """Three long answers need 24 of 22 blocks; prompts are preempted between chunks, or wait, and come over whole."""
+    tight = {"num_gpu_blocks_override": 23, "max_model_len": 512, **CHUNKED}
     peers = Peers(stage, prefill=tight, send_type="GET")
     long = [prompt(seed, 150) for seed in (660, 661, 662)]
-    peers.prefill.call("submit", prompts=long, max_tokens=100)
-    peers.prefill.call("step", count=8)
+    alone = peers.prefill.call("submit", prompts=long, max_tokens=100)["ids"]
+    peers.prefill.call("step", count=11)
     asked = [prompt(seed, 200) for seed in (663, 664)]
     found = peers.generate(asked)
     assert found["tokens"] == reference(asked)
     assert peers.prefill.call("preemptions")["count"] > 0
+    assert peers.counts()["p2p_receives"] == len(asked)
+    assert peers.prefill.call("results", ids=alone)["tokens"] == reference(long, 100)
     all_blocks_are_free(peers.prefill, peers.decode)
 
 

@@ -186,4 +186,4 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         return plan
 
 
-KVFerryConnector._cache_hit_source = engine.hit_source()
+KVFerryConnector._cache_hit_source = engine.hit_source("HOST")

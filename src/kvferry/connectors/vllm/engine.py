@@ -94,13 +94,13 @@ def transfer_results() -> Any:
     return base.KVConnectorTransferResults()
 
 
-def hit_source() -> Any:
+def hit_source(name: str) -> Any:
     """The tier that vLLM's statistics name for our hits."""
     try:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
     except ImportError:
         return None
-    return CacheHitSource.HOST
+    return CacheHitSource[name]
 
 
 def warn_of_failure_policy(transfer: Any) -> None:

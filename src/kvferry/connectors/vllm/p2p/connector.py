@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.connectors.vllm.engine import transfer_results, warn_of_failure_policy
+from kvferry.connectors.vllm.engine import hit_source, transfer_results, warn_of_failure_policy
 from kvferry.connectors.vllm.p2p import engine
 from kvferry.connectors.vllm.p2p.heartbeat import Heartbeat
 from kvferry.connectors.vllm.p2p.plans import PeerPlan
@@ -193,3 +193,6 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._get_connector_metadata()
         assert isinstance(plan, PeerPlan)
         return plan
+
+
+P2pNcclConnector._cache_hit_source = hit_source("P2P")

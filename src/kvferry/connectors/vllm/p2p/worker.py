@@ -14,7 +14,7 @@ from kvferry.connectors.vllm.p2p.handover import Handover
 from kvferry.connectors.vllm.p2p.plans import PeerPlan, ReceivePlan, SendPlan
 from kvferry.connectors.vllm.p2p.ranks import Rank
 from kvferry.connectors.vllm.plans import WorkReport
-from kvferry.errors import DeadlineError, KVFerryError, TransferError
+from kvferry.errors import DeadlineError, KVFerryError, PeerGoneError, TransferError
 from kvferry.p2p import P2pNcclEngine, Receiving, Sending
 
 # In a step that computes nothing a worker waits so long for a transfer, which costs less than stepping in a circle.
@@ -34,6 +34,14 @@ class WorkerRules:
     lease_s: float
     layer_wise: bool = True
     can_drop_loads: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Send:
+    """`sending` is None where this rank has nothing to send."""
+
+    plan: SendPlan
+    sending: Sending | None
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +65,7 @@ class PeerWorker:
         self._engine = engine
         self._rules = rules
         self._clock = clock
-        self._sends: dict[int, Sending | None] = {}  # by job; None: this rank has nothing to send
+        self._sends: dict[int, _Send] = {}  # by job
         self._receives: dict[int, _Receive] = {}
         self._new_sends: list[Sending] | None = None  # this step's, once they have begun
         self._received: set[str] = set()
@@ -78,8 +86,8 @@ class PeerWorker:
         for job_id in plan.cancelled:
             if job_id in self._receives:
                 self._receives[job_id].receiving.cancel()
-            elif (sending := self._sends.get(job_id)) is not None:
-                sending.cancel()
+            elif (send := self._sends.get(job_id)) is not None and send.sending is not None:
+                send.sending.cancel()
         for handover in plan.dropped:
             with contextlib.suppress(KVFerryError):  # the other side's deadline stands in for the word
                 self._drop(handover)
@@ -179,7 +187,7 @@ class PeerWorker:
         handover, rules = plan.handover, self._rules
         targets = rules.rank.targets(handover.addresses) if handover.addresses else ()
         if handover.addresses and not targets:
-            self._sends[plan.job_id] = None
+            self._sends[plan.job_id] = _Send(plan, None)
             return
         keep = rules.send_type == "GET" or not targets
         try:
@@ -191,9 +199,9 @@ class PeerWorker:
                 layer_wise=True,
             )
         except (KVFerryError, ValueError) as error:
-            self._fail_send(plan.job_id, error)
+            self._fail_send(plan, error)
             return
-        self._sends[plan.job_id] = sending
+        self._sends[plan.job_id] = _Send(plan, sending)
         sending.add_done_callback(lambda _: self._wake.set())
         begun.append(sending)
 
@@ -208,7 +216,7 @@ class PeerWorker:
 
     def _look(self) -> bool:
         """Whether a transfer has ended, or was given up."""
-        sent = [job_id for job_id in self._sends if self._end_send(job_id)]
+        sent = [job_id for job_id, send in self._sends.items() if self._end_send(send)]
         received = [job_id for job_id, receive in self._receives.items() if self._end_receive(receive)]
         for job_id in sent:
             del self._sends[job_id]
@@ -216,19 +224,16 @@ class PeerWorker:
             del self._receives[job_id]
         return bool(sent or received or self._received)
 
-    def _end_send(self, job_id: int) -> bool:
-        sending = self._sends[job_id]
-        if sending is None:
-            self._report.add(job_id, failed=False)
-            return True
-        if not sending.done():
+    def _end_send(self, send: _Send) -> bool:
+        sending = send.sending
+        if sending is not None and not sending.done():
             return False
-        error = sending.error
+        error = None if sending is None else sending.error
         if error is not None:
-            self._fail_send(job_id, error)
-        else:
-            self._report.add(job_id, failed=False)
-            self.counters.add("p2p_sends")
+            self._fail_send(send.plan, error)
+            return True
+        self._report.add(send.plan.job_id, failed=False)
+        self.counters.add("p2p_sends", sending is not None)
         return True
 
     def _end_receive(self, receive: _Receive) -> bool:
@@ -269,10 +274,13 @@ class PeerWorker:
         self.counters.add("p2p_receives_failed")
         self._tell("KV has not come, so its tokens are computed", error)
 
-    def _fail_send(self, job_id: int, error: Exception) -> None:
-        self._report.add(job_id, failed=True)
+    def _fail_send(self, plan: SendPlan, error: Exception) -> None:
+        self._report.add(plan.job_id, failed=True)
         self.counters.add("p2p_sends_failed")
         self._tell("KV was not sent, or not taken", error)
+        if not isinstance(error, PeerGoneError):
+            with contextlib.suppress(KVFerryError):  # who waits for it learns now that it is in vain
+                self._drop(plan.handover)
 
     def _tell(self, what: str, error: Exception) -> None:
         """Log each kind of failure once, until KV comes again."""
