@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
@@ -14,7 +12,7 @@ import pytest
 from doubles import trt_mutants
 from doubles.trt_blocks import PoolShape, RuleBroken, WrongKV
 from doubles.trt_executor import EngineDead, FakeTrtExecutor
-from doubles.trt_fixtures import Start
+from doubles.trt_fixtures import Start, freeze, thaw
 from doubles.trt_mutants import Pair
 from doubles.trt_requests import Setup, State
 from serving.process import Stage
@@ -42,11 +40,8 @@ def warm(start: Start) -> Warm:
 def frozen(stage: Stage) -> Iterator[Callable[[bool], None]]:
     """Stops the server's process, or lets it go on."""
 
-    def freeze(stop: bool) -> None:
-        os.kill(stage.server.pid, signal.SIGSTOP if stop else signal.SIGCONT)
-
-    yield freeze
-    freeze(False)
+    yield lambda stop: (freeze if stop else thaw)(stage.server.pid)
+    thaw(stage.server.pid)
 
 
 def wait_for_stores(engine: FakeTrtExecutor) -> None:

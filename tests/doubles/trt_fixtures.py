@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from doubles.trt_executor import FakeTrtExecutor, MakePool
 from doubles.trt_interface import NEW, Stub, installed
 from doubles.trt_memory import host_memory, new_pool
 from doubles.trt_requests import Setup, llm_args
-from serving.process import Stage
+from serving.process import Stage, eventually
 
 Start = Callable[..., FakeTrtExecutor]
 
@@ -33,6 +35,16 @@ def write_model(folder: Path, **changes: Any) -> str:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(b"weights" * 100)
     return str(folder)
+
+
+def freeze(pid: int) -> None:
+    """Stop a process, and return when it has stopped."""
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
+
+
+def thaw(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture

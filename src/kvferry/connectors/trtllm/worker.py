@@ -17,6 +17,7 @@ from kvferry.errors import DeadlineError, KVFerryError, RequestError
 
 # Beyond the time-out: for the server to fail a job by itself, and to say that a cancelled one moves nothing more.
 GRACE_S = 1.0
+STUCK_S = 3.0  # a server that has not ended a store after so long is given no other
 MAX_STORES = 40  # at one time: a client has 64 events, and would wait for one
 _LOG = logging.getLogger("kvferry.trtllm")
 
@@ -25,6 +26,7 @@ _LOG = logging.getLogger("kvferry.trtllm")
 class _Store:
     plan: StorePlan
     job: Job[StoreResult]
+    begun_s: float
 
 
 class WorkerSide:
@@ -119,6 +121,8 @@ class WorkerSide:
             raise _broken(load, error) from error
 
     def _begin_stores(self) -> None:
+        if self._stores and self._clock() - self._stores[0].begun_s > STUCK_S:
+            self._waiting.clear()
         while self._waiting and len(self._stores) < MAX_STORES and not self._client.congested:
             plan = self._waiting.popleft()
             tokens = np.frombuffer(plan.tokens, dtype="<i4")
@@ -134,7 +138,7 @@ class WorkerSide:
             except (KVFerryError, ValueError) as error:
                 self._tell(error)
             else:
-                self._stores.append(_Store(plan, job))
+                self._stores.append(_Store(plan, job, self._clock()))
 
     def _end_stores(self) -> None:
         for store in self._stores:
