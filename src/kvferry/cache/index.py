@@ -40,10 +40,11 @@ class ChunkIndex(ChunkTree):
     def __repr__(self) -> str:
         return f"<ChunkIndex {self._num_chunks} chunks in {len(self._spaces)} spaces>"
 
-    def lookup(self, space: Space, keys: Sequence[bytes]) -> Chunk | None:
+    def lookup(self, space: Space, keys: Sequence[bytes], before: int = 0) -> Chunk | None:
         """The last chunk of the longest prefix of `keys` that is all committed. To look is not to use; `pin` is.
 
-        A chunk is there only if all before it are, so this asks for few of the keys, by halves.
+        `keys` go on after the first `before` chunks of their chain. A chunk is there only if all before it are, so this
+        asks for few of the keys, by halves.
         """
         listing = self._spaces.get(space)
         if listing is None:
@@ -54,7 +55,7 @@ class ChunkIndex(ChunkTree):
         probe = high  # first the whole prompt, since a prompt that comes again comes often
         while low < high:
             chunk = get(keys[probe - 1])
-            if chunk is not None and chunk.shown and chunk.depth == probe:
+            if chunk is not None and chunk.shown and chunk.depth == before + probe:
                 found, low = chunk, probe
             else:
                 high = probe - 1
@@ -71,8 +72,9 @@ class ChunkIndex(ChunkTree):
         limit: int | None = None,
         quiet: bool = False,
     ) -> Reservation:
-        """Take slots for the chunks of `keys[start:]` that are not kept yet; `keys` is the whole chain from its root.
+        """Take slots for the chunks of `keys[start:]` that are not kept yet.
 
+        `keys` is the chain from its root, or from any chunk that is kept.
         Stops, and counts the rest as skipped, after `limit` slots, where there is no room or where a parent is missing.
         What another store is writing is not written again. If it is `quiet`, nothing is counted: it is no store.
         """
@@ -94,7 +96,7 @@ class ChunkIndex(ChunkTree):
                     break
                 chunk = self._insert(Chunk(space, key, parent, offset, nbytes))
                 fresh.append(chunk)
-            elif chunk is None or chunk.parent is not parent or chunk.nbytes != nbytes:
+            elif chunk is None or (position and chunk.parent is not parent) or chunk.nbytes != nbytes:
                 self.counters.skipped_orphan += 0 if quiet else len(keys) - max(position, start)
                 break
             parent = chunk

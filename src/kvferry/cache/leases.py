@@ -22,7 +22,8 @@ MAX_LEASES = 4096  # of one session
 class Lease:
     """A promise to each rank that is still in `shares`, by the last chunk; None where it is cut down to nothing.
 
-    `num_promised` chunks were promised, the first `num_chunks` of these can be delivered still.
+    `num_promised` chunks were promised, the first `num_chunks` of these can be delivered still. They come after the
+    first `before` chunks of their chain, which are no part of the promise.
     """
 
     lease_id: int
@@ -32,14 +33,19 @@ class Lease:
     num_promised: int
     expires_at: float
     num_shares: int
+    before: int
     shares: dict[int, Chunk | None] = field(default_factory=dict)
     num_chunks: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_chunks = self.num_promised
 
+    def promises_all_of(self, shares: Mapping[int, Chunk], before: int) -> bool:
+        """Whether it promises just that, still."""
+        return self.shares == shares and self.before == before and self.num_chunks == self.num_promised
+
     def promises(self, chunk: Chunk) -> bool:
-        """Whether the chunk is a part of any share."""
+        """Whether the chunk is a part of any share's chain."""
         shares = (share for share in self.shares.values() if share is not None and share.space == chunk.space)
         return any(share.depth >= chunk.depth and share.at_depth(chunk.depth) is chunk for share in shares)
 
@@ -59,17 +65,25 @@ class LeaseTable:
         return len(self._leases)
 
     def grant(
-        self, owner: Hashable, request_id: str, *, scope: Hashable, shares: Mapping[int, Chunk], now: float
+        self,
+        owner: Hashable,
+        request_id: str,
+        *,
+        scope: Hashable,
+        shares: Mapping[int, Chunk],
+        now: float,
+        before: int = 0,
     ) -> Lease | None:
         """Pin `shares` (for each rank the last chunk of its chain, all of one depth) for a request.
 
+        What comes after the first `before` chunks of the chains is promised.
         The request's earlier lease is kept, with a new term, where it promises the same; else it is replaced. One that
         some rank has taken its share of already is left to the others, beside the new one. None where the owner would
         have more than `MAX_LEASES`.
         """
-        (num_promised,) = {share.depth for share in shares.values()}
+        (depth,) = {share.depth for share in shares.values()}
         old = self._requests.get((owner, request_id))
-        if old is not None and old.shares == shares and old.num_chunks == old.num_promised:
+        if old is not None and old.promises_all_of(shares, before):
             old.expires_at = now + self._ttl_s
             self._leases.move_to_end(old.lease_id)
             return old
@@ -82,9 +96,10 @@ class LeaseTable:
             owner,
             scope,
             request_id,
-            num_promised,
+            depth - before,
             now + self._ttl_s,
             num_shares=len(shares),
+            before=before,
             shares=dict(shares),
         )
         for share in shares.values():
@@ -118,7 +133,7 @@ class LeaseTable:
         lease.num_chunks = num_chunks
         for rank, share in lease.shares.items():
             assert share is not None, "it had chunks, so each share had"
-            rest = share.at_depth(num_chunks) if num_chunks else None
+            rest = share.at_depth(lease.before + num_chunks) if num_chunks else None
             if rest is not None:
                 self._index.pin(rest)
             self._index.unpin(share)
@@ -126,9 +141,9 @@ class LeaseTable:
 
     def lose(self, chunk: Chunk) -> int:
         """Cut all promises of a chunk that cannot be delivered; how many there were."""
-        spoilt = [lease.lease_id for lease in self._leases.values() if lease.promises(chunk)]
-        for lease_id in spoilt:
-            self.cut(lease_id, chunk.depth - 1)
+        spoilt = [lease for lease in self._leases.values() if lease.promises(chunk)]
+        for lease in spoilt:
+            self.cut(lease.lease_id, max(0, chunk.depth - 1 - lease.before))
         return len(spoilt)
 
     def release(self, lease_id: int) -> bool:

@@ -49,6 +49,7 @@ class _RetrieveJob:
     block_ids: bytes  # for all that was promised
     skip_blocks: int
     last: Chunk | None  # of what can be delivered
+    before: int  # chunks of its chain that are no part of the promise
 
     @property
     def blocks_a_chunk(self) -> int:
@@ -112,14 +113,23 @@ class Jobs:
             raise BlockIdError(f"{message.skip_blocks} blocks to skip of {num_promised * blocks}")
         self._state.counters.retrieves += 1
         job = _RetrieveJob(
-            session, cache, message.seq, message.lease_id, num_promised, block_ids, message.skip_blocks, share
+            session,
+            cache,
+            message.seq,
+            message.lease_id,
+            num_promised,
+            block_ids,
+            message.skip_blocks,
+            share,
+            lease.before,
         )
         if share is None:
             session.send(self._answer_retrieve(job, 0, None))
             return
         self._state.index.pin(share)
-        here = block_ids[: share.depth * blocks * BLOCK_ID_BYTES]
-        self._submit(job, Direction.SCATTER, here, chunks=share.chain(), message=message)
+        chunks = share.chain()[lease.before :]
+        here = block_ids[: len(chunks) * blocks * BLOCK_ID_BYTES]
+        self._submit(job, Direction.SCATTER, here, chunks=chunks, message=message)
 
     def cancel(self, session: Session, message: Cancel) -> None:
         """Stop a job; its own reply says when. One that has ended is no error."""
@@ -156,7 +166,7 @@ class Jobs:
         assert job.last is not None
         self._state.counters.bytes_retrieved += done.num_chunks * job.cache.engine.geometry.chunk_bytes
         if done.failure is not None and done.failure.code == _DAMAGED:
-            self._lose(job.last.at_depth(done.num_chunks + 1), done.failure)
+            self._lose(job.last.at_depth(job.before + done.num_chunks + 1), done.failure)
         elif done.failure is not None and done.failure.code in _BROKEN:
             self._state.leases.cut(job.lease_id, done.num_chunks)
         self._state.index.unpin(job.last)

@@ -30,34 +30,41 @@ from kvferry.server.tiers.fetches import Fetch
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What memory has of a chain: for each rank the last chunk of what is there, and what is on its way."""
+    """What memory has of a chain: for each rank the last chunk of what is there, and what is on its way.
+
+    The keys go on after the first `before` chunks of the chain.
+    """
 
     engine: Engine
     keys: Sequence[bytes]
     found: Mapping[int, Chunk | None]
     fetches: Mapping[int, Fetch | None]
+    before: int
 
     @property
     def depth(self) -> int:
         """How many chunks every rank has."""
-        return min(map(self._depth, self.found))
+        return min(map(self.have, self.found))
 
     @property
     def coming(self) -> int:
         """How many more every rank may have soon, at most."""
         coming = ((rank, self.fetches.get(rank)) for rank in self.found)
-        most = min(self._depth(rank) + (0 if fetch is None else fetch.coming) for rank, fetch in coming)
+        most = min(self.have(rank) + (0 if fetch is None else fetch.coming) for rank, fetch in coming)
         return min(most, len(self.keys)) - self.depth
 
     @property
     def shares(self) -> dict[int, Chunk]:
         """For each rank the last chunk of what every rank has; empty where that is nothing."""
         depth = self.depth
-        return {} if not depth else {rank: last.at_depth(depth) for rank, last in self.found.items() if last}
+        return (
+            {} if not depth else {rank: last.at_depth(self.before + depth) for rank, last in self.found.items() if last}
+        )
 
-    def _depth(self, rank: int) -> int:
+    def have(self, rank: int) -> int:
+        """How many chunks a rank has."""
         last = self.found[rank]
-        return 0 if last is None else last.depth
+        return 0 if last is None else last.depth - self.before
 
 
 class Lookups:
@@ -83,6 +90,7 @@ class Lookups:
     def lookup(self, session: Session, message: Lookup) -> None:
         """Promise the longest prefix that every rank has; 0 until all ranks are there.
 
+        Keys that go on where a chain is known already are found in memory only: lower tiers are asked for whole chains.
         What is in memory is promised before anything is loaded, so that no load takes its place.
         """
         keys = KeyRun(message.keys)
@@ -163,21 +171,24 @@ class Lookups:
         return engine if engine is not None and engine.ready else None
 
     def _search(self, engine: Engine, keys: Sequence[bytes]) -> _Search:
+        """Every rank has the same chain before the keys: mostly none, and always where they come from tokens."""
         index = self._state.index
-        return _Search(
-            engine, keys, {number: index.lookup(rank.space, keys) for number, rank in engine.ranks.items()}, {}
-        )
+        firsts = [index.find(rank.space, keys[0]) for rank in engine.ranks.values()] if keys else []
+        befores = {first.depth - 1 for first in firsts if first is not None}
+        before = befores.pop() if len(befores) == 1 else 0
+        found = {number: index.lookup(rank.space, keys, before) for number, rank in engine.ranks.items()}
+        return _Search(engine, keys, found, {}, before)
 
     def _fetch(self, search: _Search) -> _Search:
         """Begin to load what is missing."""
         tiers, engine, keys = self._state.tiers, search.engine, search.keys
         fetches: dict[int, Fetch | None] = {}
-        for rank, last in search.found.items():
-            have = 0 if last is None else last.depth
+        for rank in search.found if not search.before else ():
+            have = search.have(rank)
             if have < len(keys):
                 space = engine.ranks[rank].space
                 fetches[rank] = tiers.fetch(space, keys, have, engine.geometry.chunk_bytes)
-        return _Search(engine, keys, search.found, fetches)
+        return _Search(engine, keys, search.found, fetches, search.before)
 
     def _promise(self, session: Session, request_id: str, search: _Search) -> int:
         """A lease on what every rank has, 0 where that is nothing, or the session may have no more leases."""
@@ -187,7 +198,12 @@ class Lookups:
         for share in shares.values():
             self._state.tiers.on_used(share)
         lease = self._state.leases.grant(
-            session.session_id, request_id, scope=search.engine.key, shares=shares, now=time.monotonic()
+            session.session_id,
+            request_id,
+            scope=search.engine.key,
+            shares=shares,
+            now=time.monotonic(),
+            before=search.before,
         )
         return 0 if lease is None else lease.lease_id
 
@@ -200,14 +216,14 @@ class Lookups:
             session.send(Found(message.seq, 0, 0))
             return
         search = self._search(engine, keys)
-        search = _Search(engine, keys, search.found, pending.fetches)
+        search = _Search(engine, keys, search.found, pending.fetches, search.before)
         self._answer(session, message, search, self._promise(session, message.request_id, search))
 
     def _answer(self, session: Session, message: Lookup, search: _Search, lease_id: int) -> None:
         depth, coming = search.depth if lease_id else 0, search.coming
         counters, num_keys = self._state.counters, len(search.keys)
-        for last in search.found.values():
-            found = 0 if last is None else last.depth
+        for rank in search.found:
+            found = search.have(rank)
             counters.chunks_hits += found
             counters.chunks_misses += num_keys - found
         if depth < search.depth:
