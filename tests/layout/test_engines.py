@@ -233,4 +233,8 @@ def test_registry_is_closed() -> None:
         "trtllm_pool",
         "trtllm_regions",
         "token_pool",
+        "sglang_layer_first",
+        "sglang_page_first",
+        "sglang_page_first_direct",
+        "sglang_page_head",
     ]

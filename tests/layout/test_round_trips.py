@@ -155,6 +155,18 @@ def pages(sizes: Sizes, num_blocks: int, order: int) -> Cache:
     )
 
 
+def host_pages(name: str, *axes: str) -> Callable[[Sizes, int, int], Cache]:
+    """SGLang's pages of all layers, with K and V or, where the format has that, one of them."""
+
+    def make(sizes: Sizes, num_blocks: int, order: int) -> Cache:
+        of = {"B": num_blocks, "L": sizes.layers, "K": 2, "N": sizes.tokens, "H": sizes.heads, "D": sizes.dim}
+        names = axes[order % len(axes)]
+        hints = LayoutHints(tokens_per_block=sizes.tokens, num_layers=sizes.layers, num_kv_heads=sizes.heads)
+        return Cache(name, [memory(names, of, names, sizes.dtype)], [0], hints)
+
+    return make
+
+
 MAKERS: dict[str, Callable[[Sizes, int, int], Cache]] = {
     "vllm_flash_attention": a_layer_each("vllm_flash_attention", "KBNHD", ["KBNHD", "KBHND", "BKNHD"]),
     "vllm_flashinfer": a_layer_each("vllm_flashinfer", "BKNHD", ["BKNHD", "BKHND", "KBNHD"]),
@@ -164,6 +176,10 @@ MAKERS: dict[str, Callable[[Sizes, int, int], Cache]] = {
     "trtllm_pool": trtllm,
     "trtllm_regions": trtllm_slots,
     "token_pool": pages,
+    "sglang_layer_first": host_pages("sglang_layer_first", "BLKNHD", "BLNHD"),
+    "sglang_page_first": host_pages("sglang_page_first", "BKNLHD", "BNLHD"),
+    "sglang_page_first_direct": host_pages("sglang_page_first_direct", "BKLNHD", "BLNHD"),
+    "sglang_page_head": host_pages("sglang_page_head", "BKHNLD"),
 }
 MORE: dict[str, Callable[[Sizes, int, int], Cache]] = {
     "cross layer": cross_layer,

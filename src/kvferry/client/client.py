@@ -107,6 +107,7 @@ class CacheClient:
         format: str,
         rank: int = 0,
         world_size: int = 1,
+        chunk_tokens: int = 0,
         hints: Mapping[str, Any] | LayoutHints | None = None,
         policy: IPCPolicy | None = None,
     ) -> None:
@@ -115,7 +116,6 @@ class CacheClient:
         The first 64 bytes of each storage are overwritten for a moment and come back, which proves that the server maps
         this very memory; a server that comes later only reads. CPU tensors in ordinary memory are moved to shareable
         memory, in place. Idempotent for the same tensors under the same names.
-
         Parameters
         ----------
         kv_caches
@@ -124,6 +124,8 @@ class CacheClient:
             What the KV is of; engines that give the same name share it, so name the weights, not only the family.
         format
             How the engine lays out its tensors; the names are the keys of `kvferry.layout.FORMATS`.
+        chunk_tokens
+            What is kept, and found, at a time: whole blocks. 0: the smallest number of them that has 64 tokens.
 
         Raises LayoutError where the tensors are not what `format` and `hints` say, ShareError where they cannot be
         shared or the server sees other memory, RequestError where the server refuses.
@@ -131,7 +133,7 @@ class CacheClient:
         policy = policy or _DEFAULT_POLICY
         with self._connection.exclusive(interrupt=True) as link:
             layout, flats = describe_storages(kv_caches, format=format, hints=hints, policy=policy)
-            name = RankName(engine_id, model, rank, world_size, chunk_tokens_for(layout.block_size))
+            name = RankName(engine_id, model, rank, world_size, chunk_tokens or chunk_tokens_for(layout.block_size))
             if self._presence.has(name, layout, flats):
                 return
             storages = wrap_storages(layout, flats, policy)
@@ -178,7 +180,8 @@ class CacheClient:
         What only the server's lower tiers have begins to be loaded; the answer waits for that, up to `wait_s`. Asking
         again for the same request gives the same lease, or a new one in its place where more is there now. The lease
         ends when all ranks have retrieved, by `release`, with this client, or when it is overdue. `tokens` are token
-        ids: a list, array, NumPy array or CPU tensor; ids outside int32 raise ValueError.
+        ids: a list, array, NumPy array or CPU tensor; ids outside int32 raise ValueError. Or `ChunkKeys`, the engine's
+        own; these may go on where a chain is known already, of which what is in memory is found.
         DeadlineError: the server lives, and did not answer in time. Take it for a miss, and leave it alone for a while.
         """
         return self._lookups.lookup(request_id, tokens, context, wait_s=wait_s)
@@ -225,7 +228,7 @@ class CacheClient:
     ) -> Job[StoreResult]:
         """Keep the KV of the whole chunks of `tokens`, from the chunk that holds `start_token` on.
 
-        `block_ids` are the blocks of `tokens`, from token 0 on. The server reads once the work that `stream` (a CUDA
+        `block_ids` are the blocks of `tokens`, from the first on. The server reads once the work that `stream` (a CUDA
         stream's handle; None: torch's current one) has now is done; until the job is done the blocks must not be
         written to. Without room the server skips, which is no error. With the `request_id` of a lookup, its tokens are
         not hashed again.
@@ -249,10 +252,9 @@ class CacheClient:
     ) -> Job[RetrieveResult]:
         """Fill blocks with what a lookup promised; each rank takes its share once.
 
-        `block_ids` are the blocks of the promised tokens, from token 0 on; more are left alone. The blocks of the first
-        `skip_tokens` (whole blocks) are left alone too. The server writes once the work that `stream` has now is done.
-        Until the job is done, or `cancel` has returned, bytes may land in the blocks. Where it fails,
-        `failed_block_ids` tells which hold nothing.
+        `block_ids` are the blocks of the promised tokens, from the first on; more are left alone, as are those of the
+        first `skip_tokens` (whole blocks). The server writes once the work that `stream` has now is done. Until the job
+        is done, or `cancel` has returned, bytes may land in them; where it fails, `failed_block_ids` hold nothing.
         """
         return self._transfers.retrieve(
             lease_id, block_ids, skip_tokens=skip_tokens, stream=stream, timeout_s=timeout_s

@@ -13,7 +13,7 @@ from kvferry.client.keys import RequestKeys
 from kvferry.client.link import Link
 from kvferry.client.presence import Presence
 from kvferry.errors import DeadlineError, RequestError, ServerGoneError
-from kvferry.layout import KeyContext, chain_hashes
+from kvferry.layout import ChunkKeys, KeyContext, chain_hashes
 from kvferry.protocol import messages
 from kvferry.protocol.messages import Cleared, Found, Prefetched
 
@@ -71,6 +71,8 @@ class Lookups:
 
     def keys(self, request_id: str | None, tokens: Any, chunk_tokens: int, context: KeyContext) -> bytes:
         """The keys of all whole chunks; of a request, only tokens that it had not before are hashed."""
+        if isinstance(tokens, ChunkKeys):
+            return tokens.data
         if request_id is None:
             return chain_hashes(tokens, chunk_tokens, context)
         with self._lock:
@@ -105,7 +107,7 @@ class Lookups:
 
         def ask(link: Link, chunk_tokens: int) -> Prefetch:
             _need_lower_tiers(link, "prefetch")
-            keys = chain_hashes(tokens, chunk_tokens, context)
+            keys = self.keys(None, tokens, chunk_tokens, context)
             if not keys:
                 return _NOT_THERE
             there = link.call(lambda seq: messages.Prefetch(seq, keys), Prefetched, self._timeout_s)
@@ -122,7 +124,7 @@ class Lookups:
         keys = b""
         if tokens is not None:
             chunk_tokens = self._presence.known_chunk_tokens(link)
-            keys = chain_hashes(tokens, chunk_tokens, context) if chunk_tokens > 0 else b""
+            keys = self.keys(None, tokens, chunk_tokens, context) if chunk_tokens > 0 else b""
             if not keys:  # not a chunk; no keys at all would stand for everything
                 return 0
         return link.call(lambda seq: messages.Clear(seq, keys), Cleared, max(_CLEAR_S, self._timeout_s)).num_chunks

@@ -6,6 +6,7 @@ from kvferry.layout.engines import FORMATS, describe
 from kvferry.layout.hints import LayoutHints, TensorView
 from kvferry.layout.keys import (
     HASH_BYTES,
+    ChunkKeys,
     KeyChain,
     KeyContext,
     chain_hashes,
@@ -18,6 +19,7 @@ from kvferry.layout.tensors import view_tensors
 from kvferry.layout.trtllm import trtllm_view_6d
 
 __all__ = [
+    "ChunkKeys",
     "FORMATS",
     "HASH_BYTES",
     "KVLayout",

@@ -8,27 +8,17 @@ from types import MappingProxyType
 import msgspec
 
 from kvferry.errors import LayoutError
-from kvferry.layout.build import layout_of, named
 from kvferry.layout.hints import NO_HINTS, LayoutHints, TensorView
-from kvferry.layout.planes import BLOCK_AXIS, Axis, KVLayout
+from kvferry.layout.planes import KVLayout
+from kvferry.layout.sglang import (
+    sglang_layer_first,
+    sglang_page_first,
+    sglang_page_first_direct,
+    sglang_page_head,
+    token_pool,
+)
 from kvferry.layout.trtllm import trtllm_pool, trtllm_regions
 from kvferry.layout.vllm import mla, vllm_flash_attention, vllm_flashinfer, vllm_nvfp4, vllm_packed
-
-
-def token_pool(views: Sequence[TensorView], hints: LayoutHints = NO_HINTS) -> KVLayout:
-    """Pools `[slots, NH, HS]`, a K and a V (or one) a layer; a block is `tokens_per_block` slots (SGLang's page)."""
-    page = hints.tokens_per_block
-    if page < 1:
-        raise LayoutError("a token pool needs the hint tokens_per_block (the engine's page size)")
-    layers = []
-    for view in views:
-        slots, heads, dim = named(view, "BHD")
-        if slots.size % page:
-            raise LayoutError(f"{slots.size} slots are no multiple of tokens_per_block, {page}")
-        blocks = Axis(BLOCK_AXIS, slots.size // page, slots.stride * page)
-        layers.append([blocks, Axis("N", page, slots.stride), heads, dim])
-    return layout_of("token_pool", layers, views, hints)
-
 
 FORMATS: Mapping[str, Callable[[Sequence[TensorView], LayoutHints], KVLayout]] = MappingProxyType(
     {
@@ -42,6 +32,10 @@ FORMATS: Mapping[str, Callable[[Sequence[TensorView], LayoutHints], KVLayout]] =
             trtllm_pool,
             trtllm_regions,
             token_pool,
+            sglang_layer_first,
+            sglang_page_first,
+            sglang_page_first_direct,
+            sglang_page_head,
         )
     }
 )

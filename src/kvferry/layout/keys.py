@@ -31,6 +31,30 @@ class KeyContext(msgspec.Struct, frozen=True):
 _NO_CONTEXT = KeyContext()
 
 
+class ChunkKeys(msgspec.Struct, frozen=True):
+    """Keys of consecutive chunks, 32 bytes each, that an engine has made: each stands for all tokens up to its end.
+
+    Raises ValueError where they are no whole number.
+    """
+
+    data: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.data) % HASH_BYTES:
+            raise ValueError(f"{len(self.data)} bytes of keys; each key has {HASH_BYTES}")
+
+    @classmethod
+    def from_hex(cls, keys: Sequence[str]) -> ChunkKeys:
+        """Raises ValueError for what are no SHA-256 digests in hexadecimal."""
+        digests = [bytes.fromhex(key) for key in keys]
+        if any(len(digest) != HASH_BYTES for digest in digests):
+            raise ValueError(f"keys of other than {HASH_BYTES} bytes: {keys!r:.200}")
+        return cls(b"".join(digests))
+
+    def __len__(self) -> int:
+        return len(self.data) // HASH_BYTES
+
+
 class KeyChain:
     """The chain of one request, grown as its tokens come; nothing is hashed twice. Not thread-safe."""
 
