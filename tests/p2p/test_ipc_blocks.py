@@ -51,6 +51,8 @@ def test_tensors_go_over_the_link(pair: Pair) -> None:
 class Later:
     """An event that is done when the test says so."""
 
+    stream = 1
+
     reached = False
 
     def query(self) -> bool:

@@ -54,8 +54,8 @@ class Heard:
         self.landed: list[tuple[Any, int, int]] = []
         self.failures: list[tuple[Any, str]] = []
 
-    def item_landed(self, session: Any, number: int, item: int) -> None:
-        self.landed.append((session, number, item))
+    def item_landed(self, session: Any, number: int, *items: int) -> None:
+        self.landed += [(session, number, item) for item in items]
 
     def carrier_failed(self, session: Any, error: TransferError) -> None:
         self.failures.append((session, error.text))

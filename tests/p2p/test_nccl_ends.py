@@ -25,8 +25,8 @@ class Told:
     def released(self, number: int) -> None:
         self.said.append(("released", number))
 
-    def item_landed(self, _session: Any, number: int, item: int) -> None:
-        self.said.append(("landed", number, item))
+    def item_landed(self, _session: Any, number: int, *items: int) -> None:
+        self.said += [("landed", number, item) for item in items]
 
     def landing_stopped(self, _session: Any, number: int) -> None:
         self.said.append(("stopped", number))

@@ -191,7 +191,7 @@ class World:
             destination.content[item] = number, self.skipped.get(number, 0)
             if len(destination.content) == ITEMS:
                 del self.landing[session, number]
-            self.into.item_landed(session, number, item, self.now)
+            self.into.item_landed(session, number, [item], self.now)
 
     def stop_sender(self) -> None:
         number = self.sender_stops.pop(0)

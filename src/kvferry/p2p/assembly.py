@@ -100,8 +100,8 @@ class _Events:
     def link_lost(self, session: Session, reason: str) -> None:
         self.post(partial(self._made.sessions.link_lost, session, reason))
 
-    def item_landed(self, session: Session, number: int, item: int) -> None:
-        self.post(partial(self._made.core.item_landed, session, number, item))
+    def item_landed(self, session: Session, number: int, *items: int) -> None:
+        self.post(partial(self._made.core.item_landed, session, number, *items))
 
     def released(self, number: int) -> None:
         self.post(partial(self._made.core.source_released, number))

@@ -88,8 +88,8 @@ class KVCaches:
 
 def places_of(layer: KVLayout, storages: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> list[tuple[int, int, int]]:
     """Address in block 0, stride and bytes of each piece of one layer's blocks."""
-    bases = [storage.data_ptr() for storage in storages]
-    return [(bases[plane.storage] + plane.offset, plane.stride, plane.length) for plane in planes_of(layer, pieces)]
+    planes = planes_of(layer, pieces)
+    return [(storages[plane.storage].data_ptr() + plane.offset, plane.stride, plane.length) for plane in planes]
 
 
 def _itemsize(layer: KVLayout) -> int:

@@ -38,7 +38,7 @@ def claim_tensor(
 
     key = InKey(receiving.transfer_id, 0)
     memory = None if out is None else flat_memory(out)
-    return Claim(key, ends_at, problem, deliver, memory, progress=receiving.item_landed)
+    return Claim(key, ends_at, problem, deliver, memory, progress=receiving.items_landed)
 
 
 def claim_blocks(receiving: Receiving, part: int, *, memory: BlockMemory, skip_blocks: int, ends_at: float) -> Claim:
@@ -60,5 +60,5 @@ def claim_blocks(receiving: Receiving, part: int, *, memory: BlockMemory, skip_b
         lambda _, error: receiving.part_ended(error),
         memory,
         skip_blocks,
-        receiving.item_landed,
+        receiving.items_landed,
     )

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvferry.errors import TransferError
+from kvferry.p2p.awaited import AwaitedEvents
 from kvferry.p2p.caches import KVCaches
 from kvferry.p2p.carriers.base import Carrier
 from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
@@ -44,7 +45,6 @@ from kvferry.p2p.transfers.outgoing import Outgoing, OutgoingTable
 from kvferry.p2p.transfers.records import Claim, InKey
 
 _LOG = logging.getLogger(__name__)
-_POLL_S = 0.001
 
 
 class Core:
@@ -74,7 +74,7 @@ class Core:
         self._post = post
         self._sources: dict[int, Memory] = {}
         self._unsent: dict[Session, list[Ask | Reject | Withdraw]] = {}
-        self._events: list[tuple[Event, Callable[[], None]]] = []
+        self._events = AwaitedEvents()
         self._room_freed = False
 
     # What callers post
@@ -132,10 +132,7 @@ class Core:
 
     def when_done(self, event: Event | None, call: Callable[[], None]) -> None:
         """Call it once the event is done; at once where there is none."""
-        if event is None:
-            call()
-        else:
-            self._events.append((event, call))
+        self._events.add(event, call, self._now)
 
     # What sessions tell
 
@@ -186,26 +183,20 @@ class Core:
 
     def tick(self, now: float) -> float:
         """Time-outs, and what was waited for; returns when to come again."""
-        waiting = []
-        for event, call in self._events:
-            if event.query():
-                call()
-            else:
-                waiting.append((event, call))
-        self._events = waiting
+        look_again_at = self._events.look(now)
         next_at = min(self.sessions.tick(), self.outgoing.tick(now), self.incoming.tick(now))
         if self._room_freed:
             self._room_freed = False
             self.incoming.fill_room(now)
-        return now + _POLL_S if waiting else next_at
+        return min(next_at, look_again_at)
 
     # What carriers tell; each has been posted
 
     def source_released(self, number: int) -> None:
         self.outgoing.released(number)
 
-    def item_landed(self, session: Session, number: int, item: int) -> None:
-        self.incoming.item_landed(session, number, item, self._now)
+    def item_landed(self, session: Session, number: int, *items: int) -> None:
+        self.incoming.item_landed(session, number, items, self._now)
 
     def landing_stopped(self, session: Session, number: int) -> None:
         self.incoming.landing_stopped(session, number, self._now)

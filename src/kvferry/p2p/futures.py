@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -123,10 +123,11 @@ class Receiving(Transfer):
             raise TransferError("taken", f"tensor {self.transfer_id!r} has been taken already")
         return tensor
 
-    def item_landed(self, item: int) -> None:
-        """For the engine: one part of an item is in place."""
+    def items_landed(self, items: Iterable[int]) -> None:
+        """For the engine: one part of each of these items is in place."""
         with self._landed:
-            self._item_left[item] -= 1
+            for item in items:
+                self._item_left[item] -= 1
             self._landed.notify_all()
 
     def give(self, tensor: torch.Tensor) -> None:

@@ -10,7 +10,10 @@ from kvferry.cuda.stream import beside_captures
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """A point in a stream, which has a number."""
+
+    @property
+    def stream(self) -> int: ...
 
     def query(self) -> bool:
         """Whether what was queued before it is done."""
@@ -19,13 +22,14 @@ class Event(Protocol):
 class _Mark:
     """An event that may be asked while another thread captures a CUDA graph."""
 
-    def __init__(self, device: int, event: Event) -> None:
+    def __init__(self, device: int, stream: int, event: torch.cuda.Event) -> None:
+        self.stream = stream
         self._device = device
         self._event = event
 
     def query(self) -> bool:
         with beside_captures(self._device):
-            return self._event.query()
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 def mark(device: torch.device) -> Event | None:
@@ -33,5 +37,4 @@ def mark(device: torch.device) -> Event | None:
     if device.type != "cuda":
         return None
     stream = torch.cuda.current_stream(device)
-    event: Event = stream.record_event()
-    return _Mark(stream.device_index, event)
+    return _Mark(stream.device_index, stream.cuda_stream, stream.record_event())

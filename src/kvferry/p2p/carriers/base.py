@@ -16,8 +16,8 @@ class CarrierEvents(Protocol):
     def released(self, number: int) -> None:
         """Nobody reads the source of a transfer any more: neither this engine nor its peer."""
 
-    def item_landed(self, session: Session, number: int, item: int) -> None:
-        """All bytes of one item are in their place."""
+    def item_landed(self, session: Session, number: int, *items: int) -> None:
+        """All bytes of one item, or of several, are in their places."""
 
     def landing_stopped(self, session: Session, number: int) -> None:
         """Nothing writes into the places of a transfer any more."""

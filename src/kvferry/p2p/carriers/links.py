@@ -43,7 +43,7 @@ class LinkEvents(Protocol[C]):
     def link_lost(self, session: C, reason: str) -> None:
         """The connection has ended; nothing is read or written for the session any more."""
 
-    def item_landed(self, session: C, number: int, item: int) -> None:
+    def item_landed(self, session: C, number: int, *items: int) -> None:
         """All bytes of one item are in their place."""
 
 

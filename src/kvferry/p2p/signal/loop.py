@@ -18,7 +18,8 @@ from kvferry.ipc.forks import tell_after_fork
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAIT_S = 0.5
-_MIN_WAIT_S = 0.002
+_MIN_WAIT_S = 50e-6
+_ZMQ_WAITS_S = 0.001  # the shortest time that its poll can wait
 _END_S = 10.0
 _ANSWER_S = 10.0
 
@@ -97,6 +98,8 @@ class Loop:
     def _run(self) -> None:
         wait_s = 0.0
         while not self._closing:
+            if wait_s < _ZMQ_WAITS_S:
+                time.sleep(wait_s)
             for ready, _ in self._poller.poll(int(wait_s * 1e3)):
                 if ready == self._wake_fd:
                     os.eventfd_read(self._wake_fd)

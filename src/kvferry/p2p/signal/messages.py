@@ -277,6 +277,8 @@ AnyMessage: TypeAlias = (
     | Withdraw
 )
 
+_DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
 
 def encode_message(message: Message) -> bytes:
     """Raises ValueError where it is longer than any peer takes."""
@@ -291,6 +293,6 @@ def decode_message(data: bytes) -> AnyMessage:
     if len(data) > MAX_MESSAGE_BYTES:
         raise WireError(f"a message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
     try:
-        return msgspec.msgpack.decode(data, type=AnyMessage)
+        return _DECODER.decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, RecursionError) as error:
         raise WireError(f"{len(data)} bytes that are no message: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 
@@ -68,15 +69,16 @@ class IncomingTable:
         elif not self._is_hurried(now):
             self._try_room(found, now)
 
-    def item_landed(self, session: Session, number: int, item: int, now: float) -> None:
-        """All bytes of one item are in their place."""
+    def item_landed(self, session: Session, number: int, items: Iterable[int], now: float) -> None:
+        """All bytes of some items are in their places."""
         found = self._by_number.get((session, number))
-        if found is None or found.state is not State.LANDING or item not in found.left:
+        if found is None or found.state is not State.LANDING:
             return
-        found.left.discard(item)
-        if found.claim is not None and found.place is None:
-            found.claim.progress(item)
-        if found.left:
+        fresh = found.left.intersection(items)
+        found.left -= fresh
+        if fresh and found.claim is not None and found.place is None:
+            found.claim.progress(fresh)
+        if found.left or not fresh:
             return
         self._effects.tell(session, Landed(number=number))
         del self._by_number[session, number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -36,8 +36,8 @@ class Claim:
     """Somebody who waits for a transfer.
 
     `problem` says why an offer is not what is waited for. `destination` is the claimant's own memory, for all but the
-    first `skip_blocks` blocks; None where the receive buffer is to lend some. `progress` is told of each item that
-    lands. `deliver` is called once, with a place where there is no destination, or an error; nothing touches the
+    first `skip_blocks` blocks; None where the receive buffer is to lend some. `progress` is told of items that have
+    landed. `deliver` is called once, with a place where there is no destination, or an error; nothing touches the
     destination any more then.
     """
 
@@ -47,7 +47,7 @@ class Claim:
     deliver: Callable[[Place | None, TransferError | None], None]
     destination: object | None = None
     skip_blocks: int = 0
-    progress: Callable[[int], None] = lambda _item: None
+    progress: Callable[[Iterable[int]], None] = lambda _items: None
     asked: Session = None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -21,11 +22,15 @@ from kvferry.ipc.wrapper import DeviceIPCWrapper
 from kvferry.layout import KVLayout
 from kvferry.p2p.caches import KVCaches, places_of
 from kvferry.p2p.carriers.runs import Int64s
-from kvferry.p2p.geometry import check_geometry
-from kvferry.p2p.memory import BlockMemory, Memory
+from kvferry.p2p.geometry import Piece, check_geometry
+from kvferry.p2p.memory import BlockMemory, FlatMemory, Memory
 from kvferry.p2p.signal.messages import About
 from kvferry.p2p.signal.session import Session
 
+_MAX_KNOWN = 512
+
+Places = list[tuple[int, int, int]]  # address in block 0, stride, bytes
+TargetsOf = Callable[[int, Sequence[Piece]], Places]
 Layers = Annotated[tuple[KVLayout, ...], msgspec.Meta(max_length=4096)]
 
 
@@ -75,6 +80,8 @@ class PeerCaches:
     wrappers: Sequence[DeviceIPCWrapper]
     own: Exported
     tensors: list[torch.Tensor] = field(default_factory=list)
+    _for_caches: KVCaches | None = None
+    _by_items: dict[tuple[Session, tuple[int, ...]], Int64s] = field(default_factory=dict)
 
     @property
     def num_blocks(self) -> int:
@@ -108,24 +115,35 @@ class PeerCaches:
 
     def pairs(self, session: Session, items: Sequence[int], destination: Memory, from_ids: Int64s) -> BlockPairs:
         """The copy of some layers of a transfer whose blocks are `from_ids` at the peer."""
-        blocks = len(from_ids)
+        if isinstance(destination, BlockMemory):
+            pieces, to_ids = self._known_pieces(session, tuple(items), destination.caches), destination.ids
+        else:
+            blocks = len(from_ids)
+            flat = partial(_flat_places, destination, blocks)
+            pieces, to_ids = self._pieces(session, items, flat), np.arange(blocks)
+        return BlockPairs(pieces, to_ids.astype(np.int32), from_ids.astype(np.int32))
+
+    def _known_pieces(self, session: Session, items: tuple[int, ...], caches: KVCaches) -> Int64s:
+        """From cache to cache they are the same in all transfers of a session: worked out once for the same layers."""
+        key = session, items
+        if caches is not self._for_caches or len(self._by_items) >= _MAX_KNOWN:
+            self._for_caches = caches
+            self._by_items.clear()
+        if key not in self._by_items:
+            self._by_items[key] = self._pieces(
+                session, items, lambda item, mine: places_of(caches.layers[item], caches.storages, mine)
+            )
+        return self._by_items[key]
+
+    def _pieces(self, session: Session, items: Sequence[int], targets_of: TargetsOf) -> Int64s:
         columns: list[tuple[int, int, int, int, int]] = []
         for item in items:
-            mine = session.pieces(item)
             sources = places_of(self.layers[item], self.tensors, session.peer_pieces(item))
-            if isinstance(destination, BlockMemory):
-                caches = destination.caches
-                targets = places_of(caches.layers[item], caches.storages, mine)
-            else:
-                targets, at = [], destination.items[item][0]
-                for piece in mine:
-                    targets.append((at, piece.length, piece.length))
-                    at += blocks * piece.length
+            targets = targets_of(item, session.pieces(item))
             for (to, to_stride, nbytes), (source, from_stride, _) in zip(targets, sources, strict=True):
                 columns.append((to, to_stride, source, from_stride, nbytes))
-        to_ids = destination.ids if isinstance(destination, BlockMemory) else np.arange(blocks)
-        pieces = np.array(columns, dtype=np.int64).T
-        return BlockPairs(pieces, to_ids.astype(np.int32), from_ids.astype(np.int32))
+        pieces: Int64s = np.array(columns, dtype=np.int64).T
+        return pieces
 
     def _check(self) -> None:
         geometry = self.about.geometry
@@ -145,6 +163,15 @@ class PeerCaches:
         sizes = [wrapper.shape[0] for wrapper in self.wrappers]
         for layer in self.layers:
             layer.validate(sizes)
+
+
+def _flat_places(destination: FlatMemory, blocks: int, item: int, pieces: Sequence[Piece]) -> Places:
+    """All blocks of the first piece of an item, then those of the second."""
+    places, at = [], destination.items[item][0]
+    for piece in pieces:
+        places.append((at, piece.length, piece.length))
+        at += blocks * piece.length
+    return places
 
 
 def _reached_from(own: int, wrapper: DeviceIPCWrapper) -> torch.Tensor:

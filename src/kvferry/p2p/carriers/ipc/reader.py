@@ -202,8 +202,7 @@ class Reader:
             self._steps.popleft()
 
     def _landed(self, job: Job, items: list[int]) -> None:
-        for item in items:
-            self._events.item_landed(job.session, job.number, item)
+        self._events.item_landed(job.session, job.number, *items)
         if not (job.to_come or job.waiting or job.left):
             self._jobs.pop((job.session, job.number), None)
 
