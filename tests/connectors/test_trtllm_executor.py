@@ -138,7 +138,7 @@ def test_other_models_and_layouts_share_nothing(
     others: list[dict[str, Any]] = [
         {"model": write_model(folder / "weights", rope_theta=1e6)},
         {"attn_backend": "FLASHINFER"},
-        {"cache_dtype": "bfloat16"},
+        {"kv_dtype": "bfloat16"},
     ]
     for changes in others:
         (request,) = start(**changes).run(PROMPT)

@@ -101,7 +101,7 @@ class Setup:
 
 
 def llm_args(model: str, setup: Setup, **changes: Any) -> Any:
-    """The LLM arguments of such an engine; `changes` by name, with `cache_` before those of kv_cache_config."""
+    """The LLM arguments of such an engine; `changes` by name, with `kv_` before those of kv_cache_config."""
     cache: dict[str, Any] = {
         "tokens_per_block": setup.shape.tokens,
         "enable_block_reuse": True,
@@ -124,8 +124,8 @@ def llm_args(model: str, setup: Setup, **changes: Any) -> Any:
         "enable_attention_dp": False,
     }
     for name, value in changes.items():
-        if name.startswith("cache_"):
-            cache[name.removeprefix("cache_")] = value
+        if name.startswith("kv_"):
+            cache[name.removeprefix("kv_")] = value
         else:
             args[name] = value
     return SimpleNamespace(**args, kv_cache_config=SimpleNamespace(**cache))
