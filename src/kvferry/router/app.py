@@ -14,7 +14,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from kvferry.router.addresses import Role
-from kvferry.router.calls import CallFailedError, Head
+from kvferry.router.calls import CallFailedError
+from kvferry.router.connection import Head, Outgoing
 from kvferry.router.exchange import CHAT_PATH, Exchange
 from kvferry.router.front import Front
 from kvferry.router.headers import answer_headers, clean_request_id, engine_headers
@@ -70,7 +71,7 @@ class _Pages:
     async def _ask_models(self, request: Request, engine: Engine) -> tuple[Head, bytes]:
         given = list(request.scope["headers"])
         headers = engine_headers(given, engine.address, clean_request_id(given))
-        async with self._front.calls.call(engine.address, "/v1/models", headers, method="GET") as call:
+        with self._front.calls.call(engine.address, Outgoing("GET", "/v1/models", headers)) as call:
             return await call.head(), await call.body()
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 from kvferry.router.addresses import EngineAddress
 from kvferry.router.balance import Balance
-from kvferry.router.calls import Call, CallFailedError, EngineCalls, Head
+from kvferry.router.calls import Call, CallFailedError, EngineCalls
+from kvferry.router.connection import Head, Outgoing
 from kvferry.router.course import Pair
 from kvferry.router.handover import plan_handover
 from kvferry.router.headers import Headers, engine_headers
+from kvferry.router.registry import Engine
 from kvferry.router.replies import error_in_event
 from kvferry.router.requests import Ask, decode_body, prefill_body
 
@@ -54,7 +56,7 @@ class Attempt:
         self._balance = balance
         self._request = request
         self._pair = pair
-        self._stack = contextlib.AsyncExitStack()
+        self._stack = contextlib.ExitStack()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Attempt:
@@ -63,7 +65,7 @@ class Attempt:
     async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
-        await self._stack.aclose()  # closes both calls: nothing is left that a task could wait for
+        self._stack.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def answer(self) -> Answer:
@@ -78,14 +80,14 @@ class Attempt:
             handover = plan_handover(pair.prefill.address, pair.decode.address, self._request.request_id)
         request_id = self._request.request_id if handover is None else handover.request_id
         self._stack.callback(self._balance.begin_decode(pair.decode).end)
-        decode = await self._begin(pair.decode.address, request_id, decode_body(ask, handover))
+        decode = self._call(pair.decode.address, request_id, decode_body(ask, handover))
         first = self._task(self._first(decode))
         waiting: set[asyncio.Task[Any]] = {first}
         if pair.prefill is not None and handover is not None:
             work = self._balance.begin_prefill(pair.prefill, ask.prefix, pair.seen_bytes)
             self._stack.callback(work.end)
-            prefill = await self._begin(pair.prefill.address, request_id, prefill_body(ask, handover))
-            reading = self._task(self._read_prompt(prefill))
+            prefill = self._call(pair.prefill.address, request_id, prefill_body(ask, handover))
+            reading = self._task(self._read_prompt(pair.prefill, prefill))
             reading.add_done_callback(lambda _: work.end())
             waiting.add(reading)
         while not first.done():
@@ -96,16 +98,17 @@ class Attempt:
         answer: Answer = await first
         return answer
 
-    async def _begin(self, address: EngineAddress, request_id: str, body: bytes) -> Call:
+    def _call(self, address: EngineAddress, request_id: str, body: bytes) -> Call:
         headers = engine_headers(self._request.headers, address, request_id)
-        return await self._stack.enter_async_context(self._calls.call(address, self._request.path, headers, body=body))
+        outgoing = Outgoing("POST", self._request.path, headers, body)
+        return self._stack.enter_context(self._calls.call(address, outgoing))
 
     def _task(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         return task
 
-    async def _read_prompt(self, call: Call) -> None:
+    async def _read_prompt(self, prefill: Engine, call: Call) -> None:
         """Return when the prefill engine has done its part."""
         head = await call.head()
         body = await call.body()
@@ -113,9 +116,9 @@ class Attempt:
             return
         text = f"it answered {head.status}: {body[:300].decode(errors='replace')}"
         if head.status < 500:
-            _LOG.warning("%s: %s", call.key, text, extra={"request": self._request.request_id})
+            _LOG.warning("%s: %s", prefill.key, text, extra={"request": self._request.request_id})
             raise PrefillRefusedError(text)
-        raise CallFailedError(call.key, text, status=head.status)
+        raise CallFailedError(prefill.key, text)
 
     async def _first(self, call: Call) -> Answer:
         head = await call.head()
@@ -131,5 +134,5 @@ class Attempt:
             status = error_in_event(answer.begin) or head.status
         if status >= 500:
             text = f"it answered {status}: {answer.begin[:300].decode(errors='replace')}"
-            raise CallFailedError(call.key, text, status=status)
+            raise CallFailedError(self._pair.decode.key, text)
         return answer

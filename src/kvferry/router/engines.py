@@ -11,6 +11,7 @@ from kvferry.router.addresses import EngineAddress, EngineKey, Role
 from kvferry.router.balance import Balance
 from kvferry.router.calls import CallFailedError, EngineCalls
 from kvferry.router.config import RouterConfig, given_engines
+from kvferry.router.connection import Outgoing
 from kvferry.router.course import Course, Pair
 from kvferry.router.heartbeat import Heartbeat
 from kvferry.router.measures import Measures
@@ -89,7 +90,7 @@ class Engines:
 
     async def _probe(self, address: EngineAddress) -> None:
         try:
-            async with self._calls.call(address, "/health", [], method="GET") as call:
+            with self._calls.call(address, Outgoing("GET", "/health", [])) as call:
                 head = await asyncio.wait_for(call.head(), self._timeout_s / 2)
         except (CallFailedError, asyncio.TimeoutError) as error:
             _LOG.debug("%s has no health: %s", address.key, error)

@@ -24,6 +24,7 @@ __all__ = ["Exchange"]
 _LOG = logging.getLogger(__name__)
 
 BODY_S = 60.0
+_LAST_STEPS_S = 5.0
 CHAT_PATH = "/v1/chat/completions"
 
 
@@ -84,6 +85,8 @@ class Exchange:
                 timeout=max(0.0, self._came_at + limit_s - self._loop.time()),
                 return_when=asyncio.FIRST_COMPLETED,
             )
+            if self._writer.ended:  # a client may leave as soon as it has its answer
+                await asyncio.wait({answering}, timeout=_LAST_STEPS_S)
         finally:
             ended = answering.done()
             for task in (answering, leaving):

@@ -26,6 +26,7 @@ __all__ = ["Router"]
 _LOG = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_KEEP_ALIVE_S = 75  # longer than clients keep what they do not use, so that they close it
 _TICK_S = 0.05
 _LAST_WORDS_S = 5.0
 
@@ -69,8 +70,8 @@ class Router:
     async def run(self, ready: Callable[[], None]) -> None:
         """Answer until `stop`; `ready` is called once it does. Raises ShareError where heartbeats cannot be heard."""
         measures = Measures()
-        async with contextlib.AsyncExitStack() as stack:
-            calls = await stack.enter_async_context(EngineCalls())
+        with contextlib.ExitStack() as stack:
+            calls = EngineCalls()
             front = Front(self.config, calls, Engines(self.config, calls, measures), measures)
             jobs = [front.engines.watch(), front.engines.probe()]
             if self.config.heartbeat is not None:
@@ -111,6 +112,7 @@ class Router:
             proxy_headers=False,
             server_header=False,
             headers=[("server", f"kvferry/{__version__}")],
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(self.config.drain_s + _LAST_WORDS_S) + 1,
         )
 

@@ -53,13 +53,14 @@ class ReplyWriter:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.begun = False
+        self.ended = False
         self._is_stream = False
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         """An answer that is there."""
         length = (b"content-length", b"%d" % len(body))
         await self._start(status, [*answer_headers(headers), length])
-        await self._send({"type": "http.response.body", "body": body})
+        await self.end(body)
 
     async def error(self, status: int, text: str, *, code: str, param: str | None = None) -> None:
         """An error object; `code` is a word that programs can go by."""
@@ -78,8 +79,9 @@ class ReplyWriter:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
-        """The stream's last bytes."""
+        """The last bytes."""
         await self._send({"type": "http.response.body", "body": data})
+        self.ended = True
 
     async def break_off(self, status: int, text: str, *, code: str) -> None:
         """Say why there is no answer, or no more of it; not for ever to a client that does not read."""
