@@ -45,9 +45,7 @@ def frozen(stage: Stage) -> Iterator[Callable[[bool], None]]:
 
 
 def wait_for_stores(engine: FakeTrtExecutor) -> None:
-    stores = engine.workers[0]._side._stores
-    assert stores
-    for store in stores:
+    for store in engine.workers[0]._side._stores:
         store.job.wait(10)
 
 

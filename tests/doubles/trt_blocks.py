@@ -74,11 +74,14 @@ class Memory:
         values = (steps[None, :] + (mixed % np.uint64(2**62))[:, None]) % np.uint64(32749)
         return torch.from_numpy(values.astype(np.int16)).view(-1, shape.factor, shape.heads, shape.dim)
 
-    def write(self, blocks: Sequence[int], hashes: Hashes, start: int, layer: int) -> None:
-        """Write a layer's KV of the tokens from `start` on."""
+    def write(self, blocks: Sequence[int], hashes: Hashes, start: int, layer: int, *, slow_cycles: int = 0) -> None:
+        """Write a layer's KV of the tokens from `start` on; on a GPU, once so many cycles have passed on its stream."""
         numbers = self.numbers
         rows, places = self._places(blocks, range(start, len(hashes)))
-        numbers[rows, layer, :, :, places] = self.kv(hashes[start:], layer).to(numbers.device)
+        values = self.kv(hashes[start:], layer).to(numbers.device)
+        if slow_cycles and numbers.is_cuda:
+            torch.cuda._sleep(slow_cycles)  # type: ignore[no-untyped-call]
+        numbers[rows, layer, :, :, places] = values
 
     def check(self, blocks: Sequence[int], hashes: Hashes, end: int, layer: int) -> None:
         """Raise WrongKV unless a layer's blocks hold the KV of the first `end` tokens.
@@ -221,3 +224,28 @@ class BlockManager:
     @staticmethod
     def _key(tokens: Sequence[int], variant: str) -> tuple[Any, ...]:
         return (tuple(tokens), variant)
+
+
+class Watch:
+    """Sees which blocks are written to between two looks."""
+
+    def __init__(self, memories: Sequence[Memory], blocks: BlockManager) -> None:
+        self._memories = memories
+        self._blocks = blocks
+        self._seen: list[torch.Tensor] = []
+        self.note()
+
+    def note(self) -> None:
+        """All is as it should be."""
+        self._seen = [memory.snapshot() for memory in self._memories]
+
+    def check(self, when: str, allowed: frozenset[int]) -> None:
+        """Raise where another block than those has changed since the last look."""
+        for rank, memory in enumerate(self._memories):
+            found = memory.snapshot()
+            changed = (found != self._seen[rank]).any(dim=1).nonzero().flatten().tolist()
+            wrong = sorted(set(changed) - allowed)
+            if wrong:
+                free = sorted(self._blocks.free)
+                raise RuleBroken(f"{when}: rank {rank}: blocks {wrong} were written to; free are {free}")
+            self._seen[rank] = found

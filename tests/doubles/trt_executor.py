@@ -12,12 +12,12 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from doubles.trt_blocks import BlockManager, Memory, RuleBroken, WrongKV
+from doubles.trt_blocks import BlockManager, Memory, RuleBroken, Watch, WrongKV
+from doubles.trt_forward import Forward
 from doubles.trt_interface import Communicator, SchedulerOutput, Stub
 from doubles.trt_memory import layout_over, new_pool
 from doubles.trt_requests import Request, Setup, State
@@ -54,14 +54,14 @@ class FakeTrtExecutor:
             self._build(scheduler, worker, args, make_pool)
             undo.pop_all()
         self.transfers = Transfers(self)
-        self._expected = [memory.snapshot() for memory in self.memories]
+        self.watch = Watch(self.memories, self.blocks)
 
     def _build(self, scheduler: Any, worker: Any, args: Any, make_pool: MakePool) -> None:
         """Twice, as where memory is estimated first: the connector sees one pool only."""
         made = [self._construct(rank, scheduler, worker, args) for rank in range(self.setup.num_ranks)]
         self.scheduler, self.workers = made[0][0], [pair[1] for pair in made]
         callables = self._ranks.on_all(lambda rank: self.workers[rank].register_forward_pass_callable())
-        self._after_forward = callables
+        self._computing = Forward(self.setup, self.workers, callables)
         for _ in range(2):
             pools = [make_pool(self.setup) for _ in range(self.setup.num_ranks)]
         self.memories = [Memory(pool, self.setup.shape, rank) for rank, pool in enumerate(pools)]
@@ -124,7 +124,7 @@ class FakeTrtExecutor:
             self._free(request, State.ENDED, keep=False, at_once=False)
         else:
             self._end(request, State.ENDED, keep=False)
-        self._expected = [memory.snapshot() for memory in self.memories]
+        self.watch.note()
 
     def pause(self, request: Request) -> None:
         """V2 takes a request's blocks away; it will be computed again."""
@@ -132,7 +132,7 @@ class FakeTrtExecutor:
         self.blocks.release(request.blocks, at_once=False)
         request.begin_anew()
         self._queue.insert(0, request)
-        self._expected = [memory.snapshot() for memory in self.memories]
+        self.watch.note()
         with contextlib.suppress(AttributeError):
             self.leader("request_reset", request)
 
@@ -153,7 +153,7 @@ class FakeTrtExecutor:
         """One iteration."""
         if self.dead:
             raise EngineDead("the loop has ended")
-        self.check_untouched("between steps")
+        self.watch.check("between steps", self.transfers.loading_blocks())
         with self._fatal():
             batch = self._schedule()
             if batch:
@@ -163,13 +163,13 @@ class FakeTrtExecutor:
         if batch:
             self._forward(batch)
         due, self._previous = (self._previous, batch) if self.setup.overlap else (batch, [])
-        self._expected = [memory.snapshot() for memory in self.memories]
+        self.watch.note()
         with self._fatal():
             for request in due:
                 self._process(request)
-            self._expected = [memory.snapshot() for memory in self.memories]
+            self.watch.note()
             self.transfers.collect(self._ranks)
-        self._expected = [memory.snapshot() for memory in self.memories]
+        self.watch.note()
 
     @contextlib.contextmanager
     def _fatal(self) -> Iterator[None]:
@@ -238,12 +238,14 @@ class FakeTrtExecutor:
 
     def _prepare(self, output: SchedulerOutput) -> None:
         """The step's metadata to all ranks, and their loads; nobody takes metadata back."""
-        self._expected = [memory.snapshot() for memory in self.memories]  # what was evicted is poisoned by now
+        self.watch.note()  # what was evicted is poisoned by now
         plan = pickle.dumps(self.leader("build_connector_meta", output))
         self._ranks.on_all(lambda rank: self.workers[rank].bind_connector_meta(pickle.loads(plan)))  # noqa: S301
         for _ in range(1 + self.setup.repeats_hooks):
-            self._ranks.on_all(lambda rank: self.workers[rank].start_load_kv(self._stream()))
-        self.check_untouched("by loads", self.transfers.loadable(output, self.requests))
+            self._ranks.on_all(
+                lambda rank: self.workers[rank].start_load_kv(self._computing.stream(self.memories[rank]))
+            )
+        self.watch.check("by loads", self.transfers.loadable(output, self.requests) | self.transfers.loading_blocks())
         for data in output.new_requests:
             self.requests[data.request_id].is_new = False
         self.blocks.poison_freed()
@@ -252,7 +254,7 @@ class FakeTrtExecutor:
         """Compute; what the connector raises here fails all requests that are active, and the loop goes on."""
         hooks = not (self.setup.graphs and all(request.state is State.GENERATION for request in batch))
         try:
-            self._ranks.on_all(lambda rank: self._compute(rank, batch, hooks=hooks))
+            self._ranks.on_all(lambda rank: self._computing.compute(rank, self.memories[rank], batch, hooks=hooks))
         except (RuleBroken, WrongKV):
             raise
         except Exception:  # noqa: BLE001 - whatever a connector raises
@@ -265,22 +267,6 @@ class FakeTrtExecutor:
                 request.position += request.chunk
             if request.state is State.GENERATION or request.position == request.prompt_len:
                 request.sampled.append(int(request.hashes[-1]) % 50_000)
-
-    def _compute(self, rank: int, batch: list[Request], *, hooks: bool) -> None:
-        worker, memory = self.workers[rank], self.memories[rank]
-        for layer in range(self.setup.shape.layers):
-            if hooks:
-                worker.wait_for_layer_load(layer, self._stream())
-            for request in batch:
-                hashes, generates = request.hashes, request.state is State.GENERATION
-                start = len(hashes) - 1 if generates else request.position
-                memory.check(request.blocks, hashes, start, layer)
-                memory.write(request.blocks, hashes[: start + request.chunk], start, layer)
-            if hooks:
-                worker.save_kv_layer(layer, self._stream())
-        if self._after_forward[rank] is not None:
-            self._after_forward[rank]()
-        worker.wait_for_save(self._stream())
 
     def _process(self, request: Request) -> None:
         """The host learns of what was sampled; requests that have all their tokens end."""
@@ -311,17 +297,3 @@ class FakeTrtExecutor:
         request.blocks, request.state = [], state
         if request in self._running:
             self._running.remove(request)
-
-    def check_untouched(self, when: str, allowed: frozenset[int] = frozenset()) -> None:
-        """Raise where a block has changed that nobody may write to now."""
-        for rank, memory in enumerate(self.memories):
-            changed = (memory.snapshot() != self._expected[rank]).any(dim=1).nonzero().flatten().tolist()
-            wrong = set(changed) - allowed - self.transfers.loading_blocks()
-            if wrong:
-                raise RuleBroken(
-                    f"{when}: rank {rank}: blocks {sorted(wrong)} were written to; free: {self.blocks.free}"
-                )
-            self._expected[rank] = memory.snapshot()
-
-    def _stream(self) -> Any:
-        return torch.cuda.current_stream() if self.memories[0].pool.is_cuda else SimpleNamespace()

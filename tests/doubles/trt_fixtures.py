@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -59,11 +60,11 @@ def model(tmp_path: Path) -> str:
     return write_model(tmp_path / "model")
 
 
-@pytest.fixture
-def start(stub: Stub, model: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts engines on the stage's server, with our connector, or with `worker` or `scheduler` in its place."""
-    monkeypatch.setenv("KVFERRY_TRTLLM_URL", stage.url)
+@contextlib.contextmanager
+def starting(stub: Stub, model: str, url: str) -> Iterator[Start]:
+    """Starts engines on a server, with our connector, or with `worker` or `scheduler` in its place; ends them."""
     with contextlib.ExitStack() as undo:
+        undo.enter_context(mock.patch.dict(os.environ, {"KVFERRY_TRTLLM_URL": url}))
 
         def make(
             setup: Setup | None = None,
@@ -77,11 +78,18 @@ def start(stub: Stub, model: str, stage: Stage, monkeypatch: pytest.MonkeyPatch)
 
             setup = setup or Setup()
             worker = worker or trtllm.KVFerryWorker
-            if setup.v2:
+            if setup.v2 and make_pool is new_pool:
                 worker = type("HostWorker", (worker,), {"memory_at": staticmethod(host_memory)})
             args = llm_args(changes.pop("model", model), setup, **changes)
             made = FakeTrtExecutor(stub, scheduler or trtllm.KVFerryScheduler, worker, args, setup, make_pool=make_pool)
             undo.callback(made.close)
             return made
 
+        yield make
+
+
+@pytest.fixture
+def start(stub: Stub, model: str, stage: Stage) -> Iterator[Start]:
+    """Starts engines on the stage's server."""
+    with starting(stub, model, stage.url) as make:
         yield make

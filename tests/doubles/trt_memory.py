@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from doubles.trt_requests import Setup
+from kvferry.cuda.device import bound
+from kvferry.cuda.memory import tensor_from_pointer
+from kvferry.errors import CudaError
 from kvferry.ipc import allocate_shared
 
 
@@ -18,6 +23,27 @@ def new_pool(setup: Setup) -> torch.Tensor:
     if setup.v2:
         return allocate_shared(shape, torch.bfloat16)
     return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+class _Freed:
+    """Frees memory of the driver when nobody has a tensor over it any more."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __del__(self) -> None:
+        with contextlib.suppress(CudaError), bound(0) as driver:
+            driver.mem_free(self._address)
+
+
+def cuda_pool(setup: Setup) -> torch.Tensor:
+    """The same in memory of cudaMalloc, of which torch's allocator knows nothing, as `at::for_blob` wraps it."""
+    shape = (setup.shape.blocks, setup.shape.layers, setup.shape.factor, setup.shape.width)
+    nbytes = math.prod(shape) * torch.bfloat16.itemsize
+    with bound(0) as driver:  # small allocations may share a page, and with it a handle
+        address = driver.mem_alloc(max(nbytes, 4 << 20))
+    flat = tensor_from_pointer(address, nbytes, device=0, owner=_Freed(address))
+    return flat.zero_().view(torch.bfloat16).view(shape)
 
 
 def host_memory(base: int, nbytes: int) -> torch.Tensor:

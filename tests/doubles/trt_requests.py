@@ -98,6 +98,7 @@ class Setup:
     window: int | None = None
     holes: int = 0
     repeats_hooks: bool = False  # asks W again, without new metadata
+    slow_cycles: int = 0  # of a GPU's clock, before each write of a forward
 
 
 def llm_args(model: str, setup: Setup, **changes: Any) -> Any:

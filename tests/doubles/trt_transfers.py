@@ -91,7 +91,7 @@ class Transfers:
             pending["load"].update(started)
             pending["save"].update(finished)
         ranks.on_all(lambda rank: self._collect(rank, finished, started))
-        self._executor.check_untouched("in get_finished")
+        self._executor.watch.check("in get_finished", self.loading_blocks())
         for request_id in self._on_all_ranks("save"):
             self._saving.pop(request_id)()
         for request_id in self._on_all_ranks("load"):

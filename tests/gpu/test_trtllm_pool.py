@@ -1,0 +1,126 @@
+"""TensorRT-LLM's pool as it is on a GPU: memory of cudaMalloc in a tensor; and the connector in the double over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from doubles.child import Child
+from doubles.importing import check_nothing_mapped
+from doubles.side import digest, pack
+from doubles.trt_blocks import PoolShape
+from doubles.trt_fixtures import Start, starting, write_model
+from doubles.trt_interface import NEW, OLD, Stub, installed
+from doubles.trt_memory import cuda_pool
+from doubles.trt_requests import Setup, State
+from kvferry.cuda.stream import synchronize_device
+from kvferry.ipc import IPCPolicy, RawCudaIPCWrapper
+from serving.process import Stage, Zygote
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
+
+PROMPT = list(range(1000, 1200))
+SETUP = Setup(keeps=False)
+V2 = Setup(v2=True, keeps=False, shape=PoolShape(blocks=14, tokens=64))
+SLOW = 50_000_000  # cycles before each write: tens of milliseconds
+MODES = {
+    "plain": SETUP,
+    "overlap, chunked, two ranks": Setup(overlap=True, max_tokens=64, num_ranks=2, shape=PoolShape(heads=1)),
+    "partial reuse": dataclasses.replace(SETUP, partial=True),
+    "V2": V2,
+    "V2, chunked": dataclasses.replace(V2, max_tokens=64),
+}
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stage(zygote: Zygote, tmp_path: Path) -> Iterator[Stage]:
+    made = Stage(zygote, tmp_path, device="cuda", memory_bytes=64 << 20)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stub(request: pytest.FixtureRequest) -> Iterator[Stub]:
+    with installed(getattr(request, "param", NEW)) as made:
+        yield made
+
+
+@pytest.fixture
+def start(stub: Stub, stage: Stage, tmp_path: Path) -> Iterator[Start]:
+    with starting(stub, write_model(tmp_path / "model"), stage.url) as make:
+        yield make
+
+
+def test_torch_cannot_share_the_pool_and_the_raw_wrapper_can() -> None:
+    pool = cuda_pool(Setup(shape=PoolShape(blocks=64)))
+    pool.view(torch.int16).copy_(torch.arange(pool.numel(), device="cuda").to(torch.int16).view(pool.shape))
+    synchronize_device(0)
+    with pytest.raises(RuntimeError):
+        pool.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    assert IPCPolicy().choose(pool) is RawCudaIPCWrapper
+    with RawCudaIPCWrapper(pool) as wrapper, Child(fake=False) as other:
+        assert (tuple(wrapper.shape), wrapper.dtype) == (tuple(pool.shape), torch.bfloat16)
+        opened = other.call("open", name="pool", kind="raw", packed=pack(wrapper))
+        assert opened["digest"] == digest(pool)
+        pool[5].fill_(2)
+        synchronize_device(0)
+        assert other.call("read", name="pool")["digest"] == digest(pool)
+        other.call("close", name="pool")
+    check_nothing_mapped()
+
+
+@pytest.mark.parametrize("stub", [OLD, NEW], indirect=True)
+def test_what_an_engine_computed_its_successor_loads(start: Start, stage: Stage) -> None:
+    first = start(SETUP, make_pool=cuda_pool)
+    (request,) = first.run(PROMPT)
+    first.close()
+    assert stage.server.call("mappings")["mapped"] == 0
+    (again,) = start(SETUP, make_pool=cuda_pool).run(PROMPT)
+    assert (request.matched, again.matched) == (0, 192)
+    assert again.tokens == request.tokens
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_no_mode_meets_wrong_kv(start: Start, name: str) -> None:
+    """The double compares every byte that a forward reads."""
+    asked = [PROMPT[:cut] + [seed] * 20 for seed, cut in enumerate((0, 40, 64, 100, 128, 150, 192, 200))]
+    found = []
+    for _ in range(2):
+        engine = start(MODES[name], make_pool=cuda_pool)
+        requests = engine.run(*asked)
+        assert all(request.state is State.ENDED for request in requests)
+        found.append([request.tokens for request in requests])
+        engine.close()
+    assert found[0] == found[1]
+    assert any(request.matched for request in requests)
+
+
+def test_stores_read_after_the_forwards_own_stream(start: Start) -> None:
+    """`wait_for_save` is given another stream, on which nothing waits for the forward yet."""
+    slow = dataclasses.replace(SETUP, slow_cycles=SLOW, max_tokens=64)
+    engine = start(slow, make_pool=cuda_pool)
+    going_on = engine.submit(PROMPT)
+    engine.step()
+    for store in engine.workers[0]._side._stores:
+        store.job.wait(20)
+    engine.close()
+    assert going_on.state is State.CONTEXT
+    (request,) = start(SETUP, make_pool=cuda_pool).run(PROMPT)
+    assert request.matched == 64
+
+
+def test_host_and_device_pools_share_kv(start: Start) -> None:
+    start(SETUP, make_pool=cuda_pool).run(PROMPT)
+    (request,) = start(SETUP).run(PROMPT)
+    assert request.matched == 192
