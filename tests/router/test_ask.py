@@ -57,6 +57,10 @@ def test_engines_without_addresses_for_kv_share_none() -> None:
     assert not can_share(address("P", 1), address("D", 2, kv=0))
 
 
+def test_an_engine_of_both_kinds_shares_nothing_with_itself() -> None:
+    assert not can_share(address("P", 1), address("D", 1))
+
+
 def test_the_prefill_engine_is_asked_for_one_token_at_once_and_nothing_else() -> None:
     one = ask(
         stream=True,

@@ -102,7 +102,8 @@ def route(
     try:
         from kvferry.cli.route import run_router
     except ModuleNotFoundError as error:
-        raise ValueError(f"the router needs the package {error.name}: pip install 'kvferry[route]'") from None
+        package = (error.name or "").partition(".")[0]
+        raise ValueError(f"the router needs the package {package}: pip install 'kvferry[route]'") from None
     with _ended_by_errors():
         run_router(settings, until_stdin_closes=until_stdin_closes)
 

@@ -21,8 +21,8 @@ class Handover:
 
 
 def can_share(prefill: EngineAddress, decode: EngineAddress) -> bool:
-    """Whether KV can get from one to the other."""
-    return bool(prefill.kv and decode.kv)
+    """Whether KV can get from one to the other: both take part, and they are not one engine that does both."""
+    return bool(prefill.kv and decode.kv) and not set(prefill.kv) & set(decode.kv)
 
 
 def plan_handover(prefill: EngineAddress, decode: EngineAddress, request_id: str) -> Handover:
