@@ -14,7 +14,8 @@ from kvferry.errors import ShareError, TransferError
 from kvferry.p2p.signal.messages import MAX_MESSAGE_BYTES
 from kvferry.settings import join_host_port, split_host_port
 
-_QUEUED_MESSAGES = 256
+_UNREAD = 256  # messages of a peer
+_UNSENT = 4096  # own messages to a peer: mostly small, and a busy machine sends them later than they come
 _MAX_FRAMES = 2
 _ZAP = "inproc://zeromq.zap.01"
 
@@ -117,8 +118,8 @@ class Sockets:
         made: zmq.Socket[bytes] = self.context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        made.setsockopt(zmq.SNDHWM, _QUEUED_MESSAGES)
-        made.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
+        made.setsockopt(zmq.SNDHWM, _UNSENT)
+        made.setsockopt(zmq.RCVHWM, _UNREAD)
         made.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
         if self._curve is not None:
             self._curve.apply(made, serves=kind == zmq.ROUTER)
