@@ -15,11 +15,11 @@ import torch
 from doubles import copy_kernel, fake_cuda
 from doubles.nccl_double import NcclDouble
 from kvferry.cuda.device import bound
-from kvferry.cuda.memory import tensor_from_pointer
+from kvferry.cuda.memory import pointer_info, tensor_from_pointer
 from kvferry.errors import TransferError
 from kvferry.ipc import rehome
 from kvferry.p2p import P2pConfig, P2pNcclEngine, Receiving, Sending
-from kvferry.p2p.carriers.nccl.ring import Part
+from kvferry.p2p.carriers.pushes.ring import Part
 
 BLOCK_SIZE = 16
 HEAD_DIM = 32
@@ -41,16 +41,23 @@ def make_caches(
     return caches
 
 
+def random_bytes(nbytes: int, seed: int) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
 def on_fake_gpu(caches: dict[str, torch.Tensor], device: int) -> dict[str, torch.Tensor]:
     """The same caches in memory of a GPU of the driver's double."""
     moved = {}
     for name, cache in caches.items():
-        nbytes = cache.numel() * cache.element_size()
-        with bound(device) as drv:
-            flat = tensor_from_pointer(drv.mem_alloc(nbytes), nbytes, device=device, owner=None)
-        moved[name] = flat.view(cache.dtype).view(cache.shape)
+        moved[name] = fake_gpu_bytes(cache.numel() * cache.element_size(), device).view(cache.dtype).view(cache.shape)
         moved[name].copy_(cache)
     return moved
+
+
+def fake_gpu_bytes(nbytes: int, device: int) -> torch.Tensor:
+    """Memory of a GPU of the driver's double, that stays."""
+    with bound(device) as drv:
+        return tensor_from_pointer(drv.mem_alloc(max(1, nbytes)), max(1, nbytes), device=device, owner=None)[:nbytes]
 
 
 class P2pSide:
@@ -81,6 +88,7 @@ class P2pSide:
         self.caches: dict[str, torch.Tensor] = {}
         self.transfers: dict[str, Sending | Receiving] = {}
         self.kept: list[torch.Tensor] = []
+        self.gpus = (fake_gpu, gpu)
         self.gathered_bytes = 0
         if caches is not None:
             self.caches = make_caches(**caches)
@@ -144,18 +152,43 @@ class P2pSide:
     def done(self, what: str) -> dict[str, Any]:
         return {"done": self.transfers[what].done()}
 
-    def send_tensor(self, name: str, nbytes: int, seed: int, to: str | None = None) -> None:
-        tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    def send_tensor(self, name: str, nbytes: int, seed: int, to: str | None = None, on_host: bool = True) -> None:
+        tensor = random_bytes(nbytes, seed)
+        if not on_host:
+            tensor = self._on_gpu(nbytes).copy_(tensor)
         self.transfers[f"send {name}"] = self.engine.send_tensor(name, tensor, to)
 
-    def recv_tensor(self, name: str, seed: int, within_s: float = 30, keep: bool = False) -> dict[str, Any]:
-        tensor = self.engine.recv_tensor(name, timeout_s=within_s)
+    def recv_tensor(
+        self, name: str, seed: int, within_s: float = 30, keep: bool = False, into: Any = None, source: Any = None
+    ) -> dict[str, Any]:
+        """Whether it is what was sent, and where it lies; `into`: bytes of a tensor of ones own, on "gpu" or "host"."""
+        out = None
+        if into is not None:
+            out = self._on_gpu(into[1]) if into[0] == "gpu" else torch.empty(into[1], dtype=torch.uint8)
+        tensor = self.engine.recv_tensor(name, source, timeout_s=within_s, out=out)
         if keep:
             self.kept.append(tensor)
-        wanted = torch.randint(
-            0, 256, (tensor.numel(),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
-        )
-        return {"equal": torch.equal(tensor, wanted), "nbytes": tensor.numel()}
+        equal = torch.equal(tensor.cpu(), random_bytes(tensor.numel(), seed))
+        gpu = pointer_info(tensor.data_ptr()).device if tensor.numel() else None
+        return {"equal": equal, "nbytes": tensor.numel(), "gpu": gpu, "device": tensor.device.type}
+
+    def drop(self) -> None:
+        """All tensors that were kept, the oldest first."""
+        while self.kept:
+            self.kept.pop(0)
+
+    def gpu_bytes(self) -> dict[str, Any]:
+        """What the process holds of its GPU, as torch and the driver count it."""
+        gpu = self.gpus[1]
+        assert gpu is not None
+        free, _ = torch.cuda.mem_get_info(gpu)
+        return {"free": free, "allocated": torch.cuda.memory_stats(gpu)["allocation.all.allocated"]}
+
+    def _on_gpu(self, nbytes: int) -> torch.Tensor:
+        fake, real = self.gpus
+        if fake is not None:
+            return fake_gpu_bytes(nbytes, fake)
+        return torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{real}")
 
     def cancel(self, what: str) -> None:
         self.transfers[what].cancel()

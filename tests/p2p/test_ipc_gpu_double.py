@@ -76,10 +76,19 @@ def test_a_peer_that_is_killed(sides: Sides, dies: str) -> None:
 
 
 def test_a_gpu_and_the_host(sides: Sides) -> None:
-    """A kernel cannot read the other's memory: refused, with what kept them from mapping."""
+    """A kernel cannot read the other's memory: the host carrier moves all, and both say what kept them from mapping."""
     sender = sides.start(caches={**SMALL, "seed": 1}, fake_gpu=0)
     receiver = sides.start(caches={**SMALL, "seed": 2, "shared": True})
-    receiver.call("receive", name="t", blocks=FEW, timeout_s=5)
+    send_and_check(sender, receiver, "t")
+    for side in (sender, receiver):
+        (why,) = side.call("stats")["stats"]["fallbacks"].values()
+        assert "not ipc" in why
+        assert "on the host" in why
+
+
+def test_a_gpu_and_the_host_where_nothing_else_is_allowed(sides: Sides) -> None:
+    sender = sides.start(caches={**SMALL, "seed": 1}, fake_gpu=0, carrier="ipc")
+    receiver = sides.start(caches={**SMALL, "seed": 2, "shared": True})
     sender.call("send", name="t", blocks=FEW, to=receiver.call("address")["address"])
     assert sender.call("wait", what="send t", timeout_s=20)["code"] == "no_carrier"
     problem = sender.call("problem", what="send t")["problem"]

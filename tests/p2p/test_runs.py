@@ -28,6 +28,8 @@ def test_any_part(runs: list[tuple[int, int]], position: float, nbytes: int) -> 
     assert made.nbytes == len(whole)
     first = int(position * len(whole))
     assert b"".join(made.buffers(first, nbytes)) == whole[first : first + nbytes]
+    part = made.part(first, min(first + nbytes, len(whole)))
+    assert b"".join(part.buffers(0, part.nbytes)) == whole[first : first + nbytes]
     rows = made.rows_from(1000)
     assert rows[:, 2].sum() == len(whole)
     assert [row[1] for row in rows.tolist()] == [1000 + int(rows[:number, 2].sum()) for number in range(len(rows))]

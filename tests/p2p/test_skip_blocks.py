@@ -12,7 +12,7 @@ from doubles.nccl_double import build
 from kvferry.copy.pair_copiers import HostPairCopier
 from kvferry.errors import BlockIdError
 from kvferry.p2p import P2pNcclEngine
-from kvferry.p2p.carriers.links import Links
+from kvferry.p2p.carriers.link import Link
 from kvferry.p2p.signal.messages import Accept
 from p2p.conftest import Make
 from p2p.p2p_side import make_caches
@@ -57,17 +57,17 @@ def test_skipped_blocks_are_not_moved(pair: Pair, carrier: str, monkeypatch: pyt
     p, source, d, _ = pair
     send(p, d, "warm")
     moved: list[int] = []
-    link_send, submit = Links.send, HostPairCopier.submit
+    link_send, submit = Link.send, HostPairCopier.submit
 
-    def counting_send(self: Any, session: Any, number: int, item: int, runs: Any) -> None:
+    def counting_send(self: Any, number: int, item: int, runs: Any) -> None:
         moved.append(runs.nbytes)
-        link_send(self, session, number, item, runs)
+        link_send(self, number, item, runs)
 
     def counting_submit(self: Any, pairs: Any, **options: Any) -> Any:
         moved.append(pairs.block_bytes * len(pairs.to_ids))
         return submit(self, pairs, **options)
 
-    monkeypatch.setattr(Links, "send", counting_send)
+    monkeypatch.setattr(Link, "send", counting_send)
     monkeypatch.setattr(HostPairCopier, "submit", counting_submit)
     transfer(p, d, "claimed first", SKIP)
     assert sum(moved) == sum(cache[:, FROM[SKIP:]].nbytes for cache in source.values()), carrier

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from kvferry.errors import TransferError
+from kvferry.p2p.carriers.choice import Carriers, offered
 from kvferry.p2p.carriers.host import HostCarrier
 from kvferry.p2p.carriers.ipc.carrier import IpcCarrier
 from kvferry.p2p.carriers.links import Links
@@ -48,11 +47,16 @@ class Parts:
     core: Core
     ipc: IpcCarrier
     nccl: NcclCarrier
+    host: HostCarrier
 
     def start(self) -> None:
         self.copies.start()
         self.links.start()
         self.loop.start()
+
+    @property
+    def all_carriers(self) -> Carriers:
+        return Carriers(self.ipc, self.nccl, self.host)
 
     def close(self) -> None:
         """End the loop; `end` is the last that it does. Idempotent."""
@@ -114,43 +118,55 @@ class _Events:
 
 
 def assemble(config: P2pConfig) -> Parts:
-    """All parts, not started. Raises ShareError where nothing can listen at the address."""
+    """All parts, not started.
+
+    Raises ShareError where nothing can listen at the address, CudaError, LayoutError where its GPU cannot be used.
+    """
     events = _Events()
     with ExitStack() as undo:
         sockets = Sockets(config.address, config.curve_secret_key)
         undo.callback(sockets.close)
         links: Links[Session] = Links(sockets.host, events)
         undo.callback(links.close)
-        about = About(
-            address=sockets.address,
-            host_id=_host_id(),
-            device_uuid="",
-            tp_rank=config.tp_rank,
-            tp_size=config.tp_size,
-            carriers=(IPC_CARRIER if config.carrier == IPC_CARRIER else HOST_CARRIER,),
-            geometry=None,
-        )
-        own = Self(new_instance_id(), config.secret, about)
+        own = Self(new_instance_id(), config.secret, _about(config, sockets.address))
         sessions = Sessions(own, sockets, links, heartbeat_s=config.heartbeat_s, set_up_s=config.connect_timeout_s)
-        copies = Copies()
+        copies = Copies(config.device)
+        undo.callback(copies.close)
         store = RecvStore(_regions(config))
         undo.callback(store.close)
         core = Core(sessions, store, copies, events.post, lease_s=config.lease_s)
-        host = core.carriers[HOST_CARRIER] = HostCarrier(links, events)
+        host = core.carriers[HOST_CARRIER] = HostCarrier(links, events, sessions.send, events.post)
+        undo.callback(host.close)
         ipc = core.carriers[IPC_CARRIER] = IpcCarrier(host, events, sessions.send, events.post)
         undo.callback(ipc.close)
         settings = NcclSettings(
             max_ctas=config.nccl_num_channels, max_communicators=_MAX_CTAS // config.nccl_num_channels
         )
-        nccl = core.carriers[NCCL_CARRIER] = NcclCarrier(host, events, sessions.send, events.post, settings)
+        nccl = core.carriers[NCCL_CARRIER] = NcclCarrier(events, sessions.send, events.post, settings)
+        undo.callback(nccl.close)
         sessions.mapper = ipc
         if config.carrier == IPC_CARRIER:
             ipc.start()
+        found = offered(config.carrier, Carriers(ipc, nccl, host), config.device)
+        sessions.own = own.offering(found.carriers, found.device_uuid)
         loop = Loop(core.tick, partial(_end, events))
-        parts = events.parts = Parts(sockets, loop, links, copies, sessions, core, ipc, nccl)
+        parts = events.parts = Parts(sockets, loop, links, copies, sessions, core, ipc, nccl, host)
         sessions.begin(loop, core)
         undo.pop_all()
     return parts
+
+
+def _about(config: P2pConfig, address: str) -> About:
+    """This engine, before it is known what it offers."""
+    return About(
+        address=address,
+        host_id=_host_id(),
+        device_uuid="",
+        tp_rank=config.tp_rank,
+        tp_size=config.tp_size,
+        carriers=(HOST_CARRIER,),
+        geometry=None,
+    )
 
 
 def _end(events: _Events) -> None:
@@ -172,9 +188,9 @@ def _end(events: _Events) -> None:
 
 def _regions(config: P2pConfig) -> tuple[Region, ...]:
     """The receive buffer, and the pool where there is one."""
-    buffer = BufferRegion(torch.empty(config.kv_buffer_size, dtype=torch.uint8))
+    buffer = BufferRegion(config.kv_buffer_size, device=config.device)
     pool_bytes = int(config.mem_pool_size_gb * (1 << 30))
-    return (buffer, PoolRegion(TensorMemoryPool(pool_bytes))) if pool_bytes else (buffer,)
+    return (buffer, PoolRegion(TensorMemoryPool(pool_bytes, device=config.device))) if pool_bytes else (buffer,)
 
 
 def _host_id() -> str:

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import torch
 
-from kvferry.errors import TransferError
+from kvferry.errors import KVFerryError, TransferError
 from kvferry.p2p.futures import Receiving
-from kvferry.p2p.memory import BlockMemory, flat_memory, meta_of, tensor_of
+from kvferry.p2p.memory import BlockMemory, FlatMemory, meta_of, tensor_of
 from kvferry.p2p.receive.store import Place, lend
 from kvferry.p2p.signal.messages import Offer, TensorMeta
+from kvferry.p2p.streams import Use
 from kvferry.p2p.transfers.records import Claim, InKey
 
 
+class GiveBack(Protocol):
+    """Whom to tell that nobody has a tensor any more; in any thread."""
+
+    def give_back(self, place: Place, use: Use) -> None: ...
+
+
 def claim_tensor(
-    receiving: Receiving, out: torch.Tensor | None, ends_at: float, give_back: Callable[[Place], None]
+    receiving: Receiving, out: torch.Tensor | None, *, memory: FlatMemory | None, ends_at: float, posts: GiveBack
 ) -> Claim:
-    """A claim to a tensor, into `out` or into room that is lent; `give_back` is called from any thread."""
+    """A claim to a tensor, into `out`, whose `memory` is given, too, or into room that is lent."""
     found: list[TensorMeta] = []
     wanted = None if out is None else meta_of(out)
 
@@ -31,13 +39,16 @@ def claim_tensor(
 
     def deliver(place: object, error: TransferError | None) -> None:
         if isinstance(place, Place):
-            receiving.give(tensor_of(lend(place, lambda: give_back(place)), found[-1]))
+            try:
+                flat, use = lend(place, partial(posts.give_back, place))
+                receiving.give(tensor_of(flat, found[-1]), use)
+            except KVFerryError as problem:
+                error = TransferError("failed", f"what has landed cannot be had as a tensor: {problem}")
         elif error is None and out is not None:
             receiving.give(out)
         receiving.part_ended(error)
 
     key = InKey(receiving.transfer_id, 0)
-    memory = None if out is None else flat_memory(out)
     return Claim(key, ends_at, problem, deliver, memory, progress=receiving.items_landed)
 
 

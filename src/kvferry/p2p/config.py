@@ -27,10 +27,12 @@ class P2pConfig:
         `PUT_ASYNC`: send in the background; `PUT`: `send_tensor` waits until it has landed; `GET`: keep until asked.
     carrier
         `auto`: the best that both sides have; or the only one to use.
+    device
+        The GPU of this engine, as torch numbers it: received tensors lie there. None: in host memory.
     kv_buffer_size
-        Bytes of the receive buffer, for what lands before it is claimed.
+        Bytes of the receive buffer, for what lands before it is claimed; memory of the GPU where there is one.
     mem_pool_size_gb
-        GiB of host memory behind it; 0 for none.
+        GiB of host memory behind it, pinned where there is a GPU; 0 for none.
     heartbeat_s
         A peer that was silent for three of them is taken for dead.
     connect_timeout_s
@@ -53,6 +55,7 @@ class P2pConfig:
     address: str = "127.0.0.1:0"
     send_type: str = "PUT_ASYNC"
     carrier: str = "auto"
+    device: int | None = None
     kv_buffer_size: int = 1 << 30
     mem_pool_size_gb: float = 0.0
     heartbeat_s: float = 2.0
@@ -73,6 +76,8 @@ class P2pConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 < value <= _MAX_SECONDS):
                 raise ValueError(f"{name} is {value!r}; it must be more than 0 and at most {_MAX_SECONDS} seconds")
+        if self.device is not None and self.device < 0:
+            raise ValueError(f"device is {self.device}; it is the number of a GPU")
         if self.kv_buffer_size < 0 or not 0 <= self.mem_pool_size_gb < 1 << 20:
             raise ValueError(f"kv_buffer_size {self.kv_buffer_size} and mem_pool_size_gb {self.mem_pool_size_gb} < 0")
         if not 1 <= self.nccl_num_channels <= 64:

@@ -15,7 +15,6 @@ from kvferry.errors import TransferError
 from kvferry.p2p.awaited import AwaitedEvents
 from kvferry.p2p.caches import KVCaches
 from kvferry.p2p.carriers.base import Carrier
-from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
 from kvferry.p2p.fitting import fitted, unfit
 from kvferry.p2p.memory import BlockMemory, FlatMemory, Memory
 from kvferry.p2p.receive.copies import Copies, copies_of
@@ -25,13 +24,13 @@ from kvferry.p2p.signal.messages import (
     AnyMessage,
     Ask,
     End,
+    Go,
     Landed,
     Message,
-    NcclGo,
     NcclNew,
-    NcclPush,
     NoSuch,
     Offer,
+    Push,
     Ready,
     Reject,
     Stopped,
@@ -39,7 +38,7 @@ from kvferry.p2p.signal.messages import (
 )
 from kvferry.p2p.signal.session import Session
 from kvferry.p2p.signal.sessions import Sessions
-from kvferry.p2p.streams import Event
+from kvferry.p2p.streams import Event, Use, mark_in
 from kvferry.p2p.transfers.incoming import IncomingTable
 from kvferry.p2p.transfers.outgoing import Outgoing, OutgoingTable
 from kvferry.p2p.transfers.records import Claim, InKey
@@ -119,6 +118,10 @@ class Core:
         for address in addresses:
             self._tell_when_up(self.sessions.open(address), Withdraw(transfer_id=transfer_id, part=0))
 
+    def give_back(self, place: Place, use: Use) -> None:
+        """A place that was lent is free again once the GPU is done with it."""
+        self.when_done(mark_in(use.stream), partial(self.release, place))
+
     def cancel_sending(self, number: int) -> None:
         self.outgoing.cancel(number, self._now, TransferError("cancelled", "the sender gave it up"))
 
@@ -162,9 +165,8 @@ class Core:
                 known = self.outgoing.accepted(session, message)
             case Ready():
                 self.carriers[session.carrier].ready(session, message)
-            case NcclNew() | NcclPush() | NcclGo():
-                carrier = self.carriers[session.carrier]
-                known = isinstance(carrier, NcclCarrier) and carrier.heard(session, message)
+            case NcclNew() | Push() | Go():
+                known = self.carriers[session.carrier].heard(session, message)
             case Landed():
                 known = self.outgoing.landed(session, message)
             case Stopped():

@@ -70,13 +70,13 @@ class P2pNcclEngine:
         Raises LayoutError where the tensors do not fit the format or the hints.
         """
         caches = KVCaches.describe(kv_caches, format, layout_hints)
-        found = offered(self.config.carrier, self._parts.ipc, self._parts.nccl, caches)
+        found = offered(self.config.carrier, self._parts.all_carriers, self.config.device, caches)
         self._parts.loop.ask(partial(self._register, caches, found))
 
     def send_tensor(
         self, tensor_id: str, tensor: torch.Tensor, remote_address: str | None = None, *, timeout_s: float | None = None
     ) -> Sending:
-        """Send one tensor, whose memory must stay as it is until the `Sending` is done.
+        """Send one tensor, of the host or this engine's GPU, which must stay as it is until the `Sending` is done.
 
         With send type GET, or without an address, it is kept until a peer asks. With PUT the call waits, at most
         `timeout_s`, and raises what `Sending.wait` raises.
@@ -84,10 +84,11 @@ class P2pNcclEngine:
         get = self.config.send_type == "GET"
         address = None if get or remote_address is None else resolved(remote_address)
         _check_id(tensor_id)
-        memory = flat_memory(tensor)
+        memory = flat_memory(tensor, self._gpu)
         offer = _offer(tensor_id, item_bytes=(memory.items[0][1],), tensor=meta_of(tensor))
         sending = Sending(tensor_id)
-        self._posts.send(sending, offer, memory, targets=[0 if address is None else address], ready=True)
+        numbers = self._posts.send(sending, offer, memory, targets=[0 if address is None else address])
+        self._posts.ready(numbers, [0], event=mark(tensor.device))
         if self.config.send_type == "PUT":
             sending.wait(timeout_s)
         return sending
@@ -102,7 +103,8 @@ class P2pNcclEngine:
     ) -> torch.Tensor:
         """The tensor that a peer sends under this id, into `out` where that is given.
 
-        Without `out` it is a view of the receive buffer, whose room is free again when the last view of it is gone.
+        Without `out` it is a view of the receive buffer, on this engine's GPU where it has one; its room is free again
+        when the last view of it is gone, and the stream that was current when it was taken is done with it.
         With send type GET the peer at `remote_address` is asked. Raises TransferError, PeerGoneError.
         """
         return self.recv_tensor_async(tensor_id, remote_address, timeout_s=timeout_s, out=out).tensor()
@@ -117,13 +119,15 @@ class P2pNcclEngine:
     ) -> Receiving:
         """The same without waiting: `Receiving.tensor` gives it. It ends within `timeout_s` (the lease's time)."""
         _check_id(tensor_id)
-        core = self._parts.core
-        receiving = Receiving(tensor_id)
-        claim = claim_tensor(receiving, out, self._posts.until(timeout_s), self._posts.give_back)
-        receiving.on_cancel(partial(self._posts.quietly, partial(core.cancel_claim, claim.key)))
         get = self.config.send_type == "GET" and remote_address is not None
         address = resolved(remote_address) if get and remote_address is not None else None
-        self._posts.post(partial(core.claim, claim, address))
+        core, receiving = self._parts.core, Receiving(tensor_id)
+        memory, event = (None, None) if out is None else (flat_memory(out, self._gpu), mark(out.device))
+        claim = claim_tensor(receiving, out, memory=memory, ends_at=self._posts.until(timeout_s), posts=self._posts)
+        receiving.on_cancel(
+            partial(self._posts.quietly, partial(core.when_done, event, partial(core.cancel_claim, claim.key)))
+        )
+        self._posts.post(partial(core.when_done, event, partial(core.claim, claim, address)))
         return receiving
 
     def send_blocks(
@@ -148,7 +152,7 @@ class P2pNcclEngine:
         targets: list[str | int] = [resolved(address) for address in _listed(remote_address)] or list(range(readers))
         sending = Sending(transfer_id, len(targets))
         offer = _offer(transfer_id, item_bytes=(0,) * len(caches.layers), num_blocks=len(ids))
-        numbers = self._posts.send(sending, offer, BlockMemory(caches, ids), targets=targets, ready=False)
+        numbers = self._posts.send(sending, offer, BlockMemory(caches, ids), targets=targets)
         sending.on_layer_ready(lambda layer: self._posts.ready(numbers, [layer], event=mark(caches.device)))
         if not layer_wise:
             self._posts.ready(numbers, range(len(caches.layers)), event=mark(caches.device))
@@ -227,17 +231,18 @@ class P2pNcclEngine:
     def __repr__(self) -> str:
         return f"<P2pNcclEngine at {self.address}, {'closed' if self._closed else 'open'}>"
 
+    @property
+    def _gpu(self) -> int | None:
+        """The GPU whose tensors may be sent and received."""
+        caches = self._parts.core.caches
+        return self.config.device if caches is None or caches.device.type != "cuda" else caches.device.index
+
     def _register(self, caches: KVCaches, found: Offered) -> None:
         parts = self._parts
         parts.core.caches, parts.core.not_offered = caches, found.why
-        about = msgspec.structs.replace(
-            parts.sessions.own.about,
-            geometry=caches.geometry,
-            carriers=found.carriers,
-            device_uuid=found.device_uuid,
-            ipc_path=parts.ipc.path,
-        )
-        parts.sessions.own = replace(parts.sessions.own, about=about)
+        own = parts.sessions.own.offering(found.carriers, found.device_uuid)
+        about = msgspec.structs.replace(own.about, geometry=caches.geometry, ipc_path=parts.ipc.path)
+        parts.sessions.own = replace(own, about=about)
         for session in parts.sessions.all():
             parts.sessions.end(session, TransferError("renewed", "KV caches were registered"), tell=True)
 

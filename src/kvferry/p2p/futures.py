@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from kvferry.errors import DeadlineError, TransferError
+from kvferry.p2p.streams import Use, current_stream
 
 Done = Callable[["Transfer"], None]
 
@@ -103,6 +104,7 @@ class Receiving(Transfer):
         self._item_left = [parts] * items
         self._landed = threading.Condition()
         self._tensor: torch.Tensor | None = None
+        self._use = Use()
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
         """Wait until one layer is in place, or all has ended. Raises as `wait` does."""
@@ -115,12 +117,16 @@ class Receiving(Transfer):
             raise error
 
     def tensor(self, timeout_s: float | None = None) -> torch.Tensor:
-        """Wait for a tensor, and take it: a second call raises TransferError ("taken")."""
+        """Wait for a tensor, and take it: a second call raises TransferError ("taken").
+
+        What the calling thread's current CUDA stream does with it is waited for before its memory is used again.
+        """
         self.wait(timeout_s)
         with self._landed:
             tensor, self._tensor = self._tensor, None
         if tensor is None:
             raise TransferError("taken", f"tensor {self.transfer_id!r} has been taken already")
+        self._use.stream = current_stream(tensor.device)
         return tensor
 
     def items_landed(self, items: Iterable[int]) -> None:
@@ -130,10 +136,10 @@ class Receiving(Transfer):
                 self._item_left[item] -= 1
             self._landed.notify_all()
 
-    def give(self, tensor: torch.Tensor) -> None:
-        """For the engine: what came, before its part has ended."""
+    def give(self, tensor: torch.Tensor, use: Use | None = None) -> None:
+        """For the engine: what came, before its part has ended; `use` where it is lent."""
         with self._landed:
-            self._tensor = tensor
+            self._tensor, self._use = tensor, use or self._use
 
     def part_ended(self, error: TransferError | None) -> None:
         super().part_ended(error)

@@ -51,10 +51,16 @@ class BlockMemory:
 Memory: TypeAlias = FlatMemory | BlockMemory
 
 
-def flat_memory(tensor: torch.Tensor) -> FlatMemory:
-    """A tensor's own bytes. Raises UnsupportedMemoryError, NotContiguousError; nothing is ever copied."""
-    if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.device.type != "cpu":
-        raise UnsupportedMemoryError(f"a {tensor.dtype} tensor on {tensor.device}; the host carrier moves host memory")
+def flat_memory(tensor: torch.Tensor, device: int | None = None) -> FlatMemory:
+    """A tensor's own bytes, of the host or of this engine's GPU, where it has one.
+
+    Raises UnsupportedMemoryError, NotContiguousError; nothing is ever copied.
+    """
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        raise UnsupportedMemoryError(f"tensors of {tensor.dtype} cannot be moved")
+    if tensor.device.type != "cpu" and (tensor.device.type != "cuda" or tensor.device.index != device):
+        own = "is for host memory" if device is None else f"is for GPU {device} and host memory"
+        raise UnsupportedMemoryError(f"a tensor on {tensor.device}, and this engine {own} (P2pConfig.device)")
     if not tensor.is_contiguous():
         raise NotContiguousError(f"shape {tuple(tensor.shape)} with stride {tuple(tensor.stride())} is not contiguous")
     return FlatMemory(((tensor.data_ptr(), tensor.numel() * tensor.element_size()),), tensor)

@@ -16,7 +16,7 @@ from kvferry.p2p.futures import Sending
 from kvferry.p2p.memory import Memory
 from kvferry.p2p.receive.store import Place
 from kvferry.p2p.signal.messages import Offer
-from kvferry.p2p.streams import Event
+from kvferry.p2p.streams import Event, Use
 from kvferry.p2p.transfers.outgoing import Outgoing, OutKey
 
 Call = Callable[[], None]
@@ -44,14 +44,12 @@ class Posts:
             with contextlib.suppress(TransferError):
                 self._parts.loop.post(call)
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: Place, use: Use) -> None:
         """Nobody has a view of it any more."""
-        self.quietly(partial(self._parts.core.release, place))
+        self.quietly(partial(self._parts.core.give_back, place, use))
 
-    def send(
-        self, sending: Sending, offer: Offer, memory: Memory, *, targets: Sequence[str | int], ready: bool
-    ) -> list[int]:
-        """Send one thing to one or several; the numbers of the transfers. `ready`: all of it is there."""
+    def send(self, sending: Sending, offer: Offer, memory: Memory, *, targets: Sequence[str | int]) -> list[int]:
+        """Send one thing to one or several, item by item as they become `ready`; the numbers of the transfers."""
         numbers = []
         core = self._parts.core
         for target in targets:
@@ -63,15 +61,15 @@ class Posts:
                 offer=msgspec.structs.replace(offer, number=number),
                 lease_ends_at=self.until(),
                 done=sending.part_ended,
-                ready=set(range(len(offer.item_bytes))) if ready else set(),
+                ready=set(),
             )
             address = target if isinstance(target, str) else None
             self.post(partial(core.send, out, memory, address))
         sending.on_cancel(partial(self.quietly, *(partial(core.cancel_sending, number) for number in numbers)))
         return numbers
 
-    def ready(self, numbers: Sequence[int], layers: Sequence[int], *, event: Event | None) -> None:
-        """The source bytes of some layers are there once the event is done."""
+    def ready(self, numbers: Sequence[int], items: Sequence[int], *, event: Event | None) -> None:
+        """The source bytes of some items are there once the event is done."""
         core = self._parts.core
         for number in numbers:
-            self.quietly(partial(core.when_done, event, partial(core.items_ready, number, layers)))
+            self.quietly(partial(core.when_done, event, partial(core.items_ready, number, items)))

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvferry.errors import TransferError
 from kvferry.p2p.memory import Memory
-from kvferry.p2p.signal.messages import Offer, Ready
+from kvferry.p2p.signal.messages import Go, NcclNew, Offer, Push, Ready
 from kvferry.p2p.signal.session import Session
 
 
@@ -48,6 +48,9 @@ class Carrier(Protocol):
 
     def ready(self, session: Session, message: Ready) -> None:
         """The peer says that the source bytes of some items are there."""
+
+    def heard(self, session: Session, message: NcclNew | Push | Go) -> bool:
+        """What the peer's carrier says to this one; False where it was not to be expected."""
 
     def stop_landing(self, session: Session, number: int) -> None:
         """Write no more; answered by `landing_stopped`, once."""

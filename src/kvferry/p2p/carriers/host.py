@@ -1,58 +1,60 @@
-"""The host carrier: bytes of host memory over the session's link, straight from and into their places."""
+"""The host carrier: everything over the session's link."""
 
 from __future__ import annotations
 
-from functools import partial
-
-from kvferry.p2p.carriers.base import CarrierEvents
+from kvferry.p2p.carriers.base import Carrier, CarrierEvents
+from kvferry.p2p.carriers.direct import DirectCarrier
 from kvferry.p2p.carriers.links import Links
-from kvferry.p2p.geometry import Piece
-from kvferry.p2p.memory import BlockMemory, Memory
+from kvferry.p2p.carriers.pushes.carrier import Tell
+from kvferry.p2p.carriers.pushes.outlet import Post
+from kvferry.p2p.carriers.staged import StagedCarrier
+from kvferry.p2p.memory import Memory
 from kvferry.p2p.signal.handshake import HOST_CARRIER
-from kvferry.p2p.signal.messages import Offer, Ready
+from kvferry.p2p.signal.messages import Go, NcclNew, Offer, Push, Ready
 from kvferry.p2p.signal.session import Session
 
 
 class HostCarrier:
-    """The sender pushes, so nobody but it reads the source. All bytes move in the links' thread."""
+    """Straight from and into host memory; through staging where an engine of the two has a GPU."""
 
     name = HOST_CARRIER
 
-    def __init__(self, links: Links[Session], events: CarrierEvents) -> None:
-        self._links = links
-        self._events = events
+    def __init__(self, links: Links[Session], events: CarrierEvents, tell: Tell, post: Post) -> None:
+        self._direct = DirectCarrier(links, events)
+        self._staged = StagedCarrier(links, events, tell, post)
+
+    def prepare(self, device_uuid: str) -> None:
+        """Get ready to stage what is on this GPU, once. Raises CudaError, ShareError where that cannot be."""
+        self._staged.prepare(device_uuid)
 
     def start_item(self, session: Session, number: int, item: int, source: Memory) -> None:
-        """Queue it; frames of several items take turns."""
-        self._links.send(session, number, item, source.runs(item, _pieces(session, source, item)))
+        self._of(session).start_item(session, number, item, source)
 
     def stop_source(self, session: Session, number: int) -> None:
-        """What the socket has not taken yet of a frame goes out from a copy."""
-        self._links.stop_sending(session, number, partial(self._events.released, number))
+        self._of(session).stop_source(session, number)
 
     def peer_stopped(self, session: Session, number: int) -> None:
-        """Nothing: the peer does not read the source."""
+        self._of(session).peer_stopped(session, number)
 
     def expect(self, session: Session, offer: Offer, destination: Memory) -> None:
-        """Let all its items land."""
-        for item in range(len(offer.item_bytes)):
-            runs = destination.runs(item, _pieces(session, destination, item))
-            self._links.expect(session, offer.number, item, runs)
+        self._of(session).expect(session, offer, destination)
 
     def ready(self, session: Session, message: Ready) -> None:
-        """Nothing: what is ready comes."""
+        self._of(session).ready(session, message)
+
+    def heard(self, session: Session, message: NcclNew | Push | Go) -> bool:
+        return self._of(session).heard(session, message)
 
     def stop_landing(self, session: Session, number: int) -> None:
-        """What still comes of it is read and dropped."""
-        self._links.stop_landing(session, number, partial(self._events.landing_stopped, session, number))
+        self._of(session).stop_landing(session, number)
 
     def session_lost(self, session: Session) -> None:
-        """Nothing: the link is dropped with the session."""
+        self._of(session).session_lost(session)
 
     def close(self) -> None:
-        """Nothing: the links are closed by their owner."""
+        """Idempotent."""
+        self._direct.close()
+        self._staged.close()
 
-
-def _pieces(session: Session, memory: Memory, item: int) -> tuple[Piece, ...]:
-    """Which bytes of a layer's blocks go over the session; flat memory goes whole."""
-    return session.pieces(item) if isinstance(memory, BlockMemory) else ()
+    def _of(self, session: Session) -> Carrier:
+        return self._staged if session.uses_gpu else self._direct

@@ -5,11 +5,13 @@ A frame is a header and at most `FRAME_BYTES` bytes of one item. Frames of sever
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry.errors import ProtocolError
 from kvferry.p2p.carriers.runs import ByteRuns
@@ -20,6 +22,8 @@ _MAGIC = 0x4B56_4632
 _TURN_BYTES = 4 << 20
 _WASTE_BYTES = 64 << 10
 
+Then = Callable[[], None]
+
 
 @dataclass(slots=True, eq=False)
 class _Job:
@@ -28,6 +32,8 @@ class _Job:
     number: int
     item: int
     runs: ByteRuns
+    then: Then
+    until: float = math.inf
     position: int = 0
 
     @property
@@ -36,7 +42,8 @@ class _Job:
 
 
 class Link:
-    """For the thread that owns it. `on_landed(number, item)` is called for each item that is complete.
+    """For the thread that owns it. `on_landed(number, item)` is called for each item that is complete, unless it has
+    been given a callback of its own.
 
     `catch_up` does what was queued for the thread before: a peer may be faster with its first bytes than the queue is
     with the place for them.
@@ -60,11 +67,11 @@ class Link:
 
     @property
     def wants_to_send(self) -> bool:
-        return bool(self._out or self._out_head or (self._out_job is not None and self._out_job.left))
+        return bool(self._out or self._out_head or self._out_job)
 
-    def send(self, number: int, item: int, runs: ByteRuns) -> None:
-        """Queue an item."""
-        self._out.append(_Job(number, item, runs))
+    def send(self, number: int, item: int, runs: ByteRuns, then: Then = lambda: None) -> None:
+        """Queue an item; `then` is called when the socket has taken all of it."""
+        self._out.append(_Job(number, item, runs, then))
 
     def stop_sending(self, number: int) -> None:
         """Read nothing of a transfer's source any more. A frame that has begun is completed from a copy."""
@@ -77,9 +84,16 @@ class Link:
             self._out_head = memoryview(bytes(self._out_head) + rest)
             self._out_job, self._out_left = None, 0
 
-    def expect(self, number: int, item: int, runs: ByteRuns) -> None:
-        """Write an item that is to come into `runs`."""
-        self._in[number, item] = _Job(number, item, runs)
+    def expect(
+        self, number: int, item: int, runs: ByteRuns, *, then: Then | None = None, until: float = math.inf
+    ) -> None:
+        """Write an item that is to come into `runs`; one that has not come by `until` is late."""
+        then = then or partial(self._on_landed, number, item)
+        self._in[number, item] = _Job(number, item, runs, then, until)
+
+    def is_late(self, now: float) -> bool:
+        """Whether something should have come by now."""
+        return any(job.until < now for job in self._in.values())
 
     def stop_landing(self, number: int) -> None:
         """Write nothing of a transfer any more; what still comes of it is read and dropped."""
@@ -102,9 +116,13 @@ class Link:
             sent += done
             head = min(done, len(self._out_head))
             self._out_head = self._out_head[head:]
-            if self._out_job is not None:
-                self._out_job.position += done - head
+            job = self._out_job
+            if job is not None:
+                job.position += done - head
                 self._out_left -= done - head
+                if not job.left:
+                    self._out_job = None
+                    job.then()
 
     def read(self) -> bool:
         """Take what has come, for a turn; False at the end of the stream.
@@ -127,7 +145,7 @@ class Link:
         if self._out_head or self._out_left:
             return True
         job, self._out_job = self._out_job, None
-        if job is not None and job.left:
+        if job is not None:
             self._out.append(job)  # behind the others
         if not self._out:
             return False
@@ -176,4 +194,4 @@ class Link:
         job, self._in_job = self._in_job, None
         if job is not None and not job.left:
             del self._in[job.number, job.item]
-            self._on_landed(job.number, job.item)
+            job.then()

@@ -18,7 +18,6 @@ from typing import Generic, Protocol, TypeVar
 from kvferry.errors import ProtocolError, ShareError
 from kvferry.ipc.forks import tell_after_fork
 from kvferry.p2p.carriers.link import Link
-from kvferry.p2p.carriers.runs import ByteRuns
 from kvferry.p2p.signal.messages import NONCE_BYTES
 
 _LOG = logging.getLogger(__name__)
@@ -132,22 +131,18 @@ class Links(Generic[S]):
         """End what there is of a session's link; `link_lost` is not called for it."""
         self.call(partial(self._drop, session))
 
-    def send(self, session: S, number: int, item: int, runs: ByteRuns) -> None:
-        """Send an item; nothing happens where there is no link."""
-        self.call(partial(self._with_link, session, lambda link: link.send(number, item, runs)))
-
-    def expect(self, session: S, number: int, item: int, runs: ByteRuns) -> None:
-        """Write an item that will come into `runs`."""
-        self.call(partial(self._with_link, session, lambda link: link.expect(number, item, runs)))
+    def use(self, session: S, use: Callable[[Link], None]) -> None:
+        """Have the thread do something with a link; nothing happens where there is none."""
+        self.call(partial(self._with_link, session, use))
 
     def stop_sending(self, session: S, number: int, then: Call) -> None:
         """Read nothing of a transfer's source any more, and then call `then`, in any case."""
-        self.call(partial(self._with_link, session, lambda link: link.stop_sending(number)))
+        self.use(session, lambda link: link.stop_sending(number))
         self.call(then)
 
     def stop_landing(self, session: S, number: int, then: Call) -> None:
         """Write nothing of a transfer any more, and then call `then`, in any case."""
-        self.call(partial(self._with_link, session, lambda link: link.stop_landing(number)))
+        self.use(session, lambda link: link.stop_landing(number))
         self.call(then)
 
     def _close_sockets(self) -> None:
@@ -289,3 +284,6 @@ class Links(Generic[S]):
         for stranger in [stranger for stranger in self._strangers if stranger.until < now]:
             self._strangers.remove(stranger)
             self._close(stranger.socket)
+        for session in [session for session, link in self._links.items() if link.is_late(now)]:
+            self._drop(session)
+            self._events.link_lost(session, "what the peer had ready did not come in time")

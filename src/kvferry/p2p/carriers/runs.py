@@ -34,6 +34,13 @@ class ByteRuns:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def part(self, begin: int, end: int) -> ByteRuns:
+        """Bytes `begin` to `end` of it."""
+        starts = self._ends - self._lengths
+        from_, to = np.maximum(starts, begin), np.minimum(self._ends, end)
+        some = from_ < to
+        return ByteRuns((self._addresses + from_ - starts)[some], (to - from_)[some], self._owner)
+
     def rows_from(self, address: int) -> Int64s:
         """The copy that fills the runs from one stretch of memory, as rows (target, source, bytes)."""
         return np.stack((self._addresses, address + self._ends - self._lengths, self._lengths), axis=1)

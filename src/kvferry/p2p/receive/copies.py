@@ -11,6 +11,7 @@ from kvferry.copy.streaming import row_copier
 from kvferry.errors import TransferError
 from kvferry.p2p.carriers.runs import ByteRuns
 from kvferry.p2p.memory import BlockMemory, Memory
+from kvferry.p2p.receive.device import DeviceRows
 from kvferry.p2p.receive.store import Place
 
 _LOG = logging.getLogger(__name__)
@@ -22,11 +23,13 @@ OnDone = Callable[[TransferError | None], None]
 
 
 class Copies:
-    """Runs `kvferry-p2p-copies`: one copy after the other, within host memory."""
+    """Runs `kvferry-p2p-copies`: one copy after the other, in host memory, with `device` from and to a GPU's, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: int | None = None) -> None:
+        """Raises CudaError."""
         self._jobs: queue.SimpleQueue[tuple[Sequence[tuple[int, ByteRuns]], OnDone] | None] = queue.SimpleQueue()
-        self._copy_rows = row_copier()
+        self._of_device = None if device is None else DeviceRows(device)
+        self._copy_rows = row_copier() if self._of_device is None else self._of_device.copy_rows
         self._thread = threading.Thread(target=self._run, name="kvferry-p2p-copies", daemon=True)
 
     def start(self) -> None:
@@ -41,6 +44,8 @@ class Copies:
         self._jobs.put(None)
         if self._thread.is_alive():
             self._thread.join(_END_S)
+        if self._of_device is not None and not self._thread.is_alive():
+            self._of_device.close()
 
     def _run(self) -> None:
         while True:

@@ -7,10 +7,14 @@ from typing import Protocol
 
 import torch
 
+from kvferry.cuda.memory import host_device_pointer, tensor_from_pointer
+from kvferry.cuda.stream import beside_captures
 from kvferry.errors import PoolFullError
+from kvferry.ipc.shared_memory import tensor_at
 from kvferry.p2p.memory import FlatMemory
 from kvferry.p2p.memory_pool import TensorMemoryPool
 from kvferry.p2p.receive.arena import Arena
+from kvferry.p2p.receive.device import DeviceMemory
 
 
 class Region(Protocol):
@@ -35,18 +39,29 @@ class Region(Protocol):
     def release(self, memory: FlatMemory) -> None:
         """Take them back."""
 
+    def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        """Flat bytes of it, at least one; `owner` lives as long as any view of them. For any thread."""
+
     def close(self) -> None:
         """Lend no more; what is lent stays as it is. Idempotent."""
 
 
 class BufferRegion:
-    """A tensor of bytes that was allocated once."""
+    """Memory that was allocated once: of the host or, with `device`, of a GPU."""
 
     name = "buffer"
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory
-        self._arena = Arena(memory.numel())
+    def __init__(self, nbytes: int, *, device: int | None = None) -> None:
+        """Raises CudaError where the GPU has not so much."""
+        self._arena = Arena(nbytes)
+        self._device = device
+        self._owner: object
+        if device is None or not nbytes:
+            self._owner = memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._base = memory.data_ptr()
+        else:
+            self._owner = lasting = DeviceMemory(device, nbytes)
+            self._base = lasting.address
 
     @property
     def total_bytes(self) -> int:
@@ -63,19 +78,22 @@ class BufferRegion:
         offsets = self._arena.reserve(sizes)
         if offsets is None:
             return None
-        base = self._memory.data_ptr()
-        return FlatMemory(tuple((base + at, size) for at, size in zip(offsets, sizes, strict=True)), self._memory)
+        items = tuple((self._base + at, size) for at, size in zip(offsets, sizes, strict=True))
+        return FlatMemory(items, self._owner)
 
     def release(self, memory: FlatMemory) -> None:
-        base = self._memory.data_ptr()
-        self._arena.release([address - base for address, _ in memory.items])
+        self._arena.release([address - self._base for address, _ in memory.items])
+
+    def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        return _tensor(address, nbytes, self._device, owner)
 
     def close(self) -> None:
         """The memory goes with the last that uses it."""
+        self._owner = None
 
 
 class PoolRegion:
-    """A pool of host memory; owns it."""
+    """A pool of host memory; owns it. Where it is pinned, its tensors are a GPU's, which reads them over the bus."""
 
     name = "pool"
 
@@ -112,5 +130,17 @@ class PoolRegion:
         for address, _ in memory.items:
             self._pool.free(address)
 
+    def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        device = self._pool.device
+        at = address if device is None else host_device_pointer(address, device=device)
+        return _tensor(at, nbytes, device, owner)
+
     def close(self) -> None:
         self._pool.close()
+
+
+def _tensor(address: int, nbytes: int, device: int | None, owner: object) -> torch.Tensor:
+    if device is None:
+        return tensor_at(address, nbytes, owner)
+    with beside_captures(device):
+        return tensor_from_pointer(address, nbytes, device=device, owner=owner)

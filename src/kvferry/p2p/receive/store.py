@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvferry.ipc.shared_memory import tensor_at
 from kvferry.p2p.memory import FlatMemory
 from kvferry.p2p.receive.regions import Region
 from kvferry.p2p.signal.messages import Offer
 from kvferry.p2p.signal.session import Session
+from kvferry.p2p.streams import Use
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,11 +75,9 @@ class RecvStore:
             region.close()
 
 
-def lend(place: Place, on_released: Callable[[], None]) -> torch.Tensor:
+def lend(place: Place, on_released: Callable[[Use], None]) -> tuple[torch.Tensor, Use]:
     """The place's only item as flat bytes; `on_released` is called when the last view of them is gone."""
     address, nbytes = place.memory.items[0]
-    lent = _Lent(place.memory.owner)
-    weakref.finalize(lent, on_released).atexit = False
-    if not nbytes:
-        return torch.empty(0, dtype=torch.uint8)
-    return tensor_at(address, nbytes, lent)
+    lent, use = _Lent(place.memory.owner), Use()
+    weakref.finalize(lent, on_released, use).atexit = False
+    return place.region.tensor(address, max(1, nbytes), lent)[:nbytes], use

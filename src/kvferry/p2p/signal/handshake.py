@@ -5,6 +5,7 @@ Each step raises TransferError where the other side is not to be talked to; its 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Self:
     instance: bytes
     secret: bytes | None
     about: About
+
+    def offering(self, carriers: tuple[str, ...], device_uuid: str) -> Self:
+        """The same with other carriers, on the GPU with that UUID, or "" for the host."""
+        about = msgspec.structs.replace(self.about, carriers=carriers, device_uuid=device_uuid)
+        return dataclasses.replace(self, about=about)
 
 
 class Initiator:

@@ -189,7 +189,7 @@ class NcclNew(Message, frozen=True, kw_only=True):
     max_ctas: Annotated[int, Meta(ge=1, le=128)]
 
 
-class NcclPush(Message, frozen=True, kw_only=True):
+class Push(Message, frozen=True, kw_only=True):
     """Bytes `begin` to `end` of an item lie ready to be sent, behind those of earlier pushes."""
 
     number: Number
@@ -198,7 +198,7 @@ class NcclPush(Message, frozen=True, kw_only=True):
     end: Bytes
 
 
-class NcclGo(Message, frozen=True, kw_only=True):
+class Go(Message, frozen=True, kw_only=True):
     """There is a slot for the first push that has none yet: both sides launch now."""
 
 
@@ -266,8 +266,8 @@ AnyMessage: TypeAlias = (
     | Accept
     | Ready
     | NcclNew
-    | NcclPush
-    | NcclGo
+    | Push
+    | Go
     | Landed
     | End
     | Stopped

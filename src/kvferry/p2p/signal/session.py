@@ -50,6 +50,11 @@ class Session:
         return self.state is State.UP
 
     @property
+    def uses_gpu(self) -> bool:
+        """Whether an engine of the two, or both, has a GPU."""
+        return bool(self.own.device_uuid or (self.about is not None and self.about.device_uuid))
+
+    @property
     def moves_blocks(self) -> bool:
         """Whether both sides had registered KV caches when it was made; they fit then."""
         about = self.about

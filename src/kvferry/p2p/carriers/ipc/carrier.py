@@ -26,7 +26,7 @@ from kvferry.p2p.carriers.ipc.reader import Job, Reader
 from kvferry.p2p.carriers.runs import Int64s
 from kvferry.p2p.memory import FlatMemory, Memory
 from kvferry.p2p.signal.handshake import IPC_CARRIER
-from kvferry.p2p.signal.messages import BLOCK_ID_BYTES, About, Message, Offer, Ready
+from kvferry.p2p.signal.messages import BLOCK_ID_BYTES, About, Go, Message, NcclNew, Offer, Push, Ready
 from kvferry.p2p.signal.session import Session
 
 _LOG = logging.getLogger(__name__)
@@ -182,6 +182,10 @@ class IpcCarrier:
     def ready(self, session: Session, message: Ready) -> None:
         """Read them, after what became ready before."""
         self._reader.ready(session, message.number, message.items)
+
+    def heard(self, session: Session, message: NcclNew | Push | Go) -> bool:
+        """About tensors, which go by the host carrier."""
+        return self._host.heard(session, message)
 
     def stop_landing(self, session: Session, number: int) -> None:
         """Answered when no copy of it is under way."""

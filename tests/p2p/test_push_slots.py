@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.p2p.carriers.nccl.slots import Slots
+from kvferry.p2p.carriers.pushes.slots import Slots
 
 
 class Peer:

@@ -1,4 +1,4 @@
-"""What one session receives over NCCL."""
+"""What one session receives."""
 
 from __future__ import annotations
 
@@ -9,23 +9,31 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.errors import NcclStuckError, ProtocolError
-from kvferry.p2p.carriers.nccl.outlet import EXCHANGE_S, Post
-from kvferry.p2p.carriers.nccl.ring import Part, Ring
-from kvferry.p2p.carriers.nccl.slots import Slots
+from kvferry.p2p.carriers.pushes.lane import Lane
+from kvferry.p2p.carriers.pushes.outlet import EXCHANGE_S, Post
+from kvferry.p2p.carriers.pushes.ring import Part, Ring
+from kvferry.p2p.carriers.pushes.slots import Slots
 from kvferry.p2p.geometry import Piece
-from kvferry.p2p.memory import BlockMemory
-from kvferry.p2p.nccl import Communicator
-from kvferry.p2p.signal.messages import Message, NcclGo, NcclPush
+from kvferry.p2p.memory import Memory
+from kvferry.p2p.signal.messages import Go, Message, Push
 
 
 @dataclass(slots=True, eq=False)
 class Expected:
-    """Blocks that a transfer is to land in, and how far each layer has come."""
+    """Where a transfer is to land, how far each item has come, and which are still to land."""
 
-    memory: BlockMemory
+    memory: Memory
     pieces: Callable[[int], tuple[Piece, ...]]
     item_bytes: tuple[int, ...]
     written: Counter[int] = field(default_factory=Counter)
+    left: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.left.update(range(len(self.item_bytes)))
+
+    def size(self, item: int) -> int:
+        """Bytes of an item; 0 where there is none."""
+        return self.item_bytes[item] if item < len(self.item_bytes) else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -42,15 +50,18 @@ class Inlet:
     landed: Callable[[int, int], None]
     stopped: Callable[[int], None]
     failed: Callable[[Exception], None]
-    comm: Communicator | None = None
+    lane: Lane | None = None
     ended: bool = False
-    pushes: deque[NcclPush] = field(default_factory=deque)
+    pushes: deque[Push] = field(default_factory=deque)
     expected: dict[int, Expected] = field(default_factory=dict)
     writing: Counter[int] = field(default_factory=Counter)
     stopping: set[int] = field(default_factory=set)
 
-    def push(self, message: NcclPush) -> None:
+    def push(self, message: Push) -> None:
         """The peer has something ready."""
+        if message.begin == message.end == 0:
+            self._land_nothing(message)
+            return
         if not 0 < message.end - message.begin <= self.ring.slot_bytes:
             raise ProtocolError(f"a push of bytes {message.begin} to {message.end}: a slot has {self.ring.slot_bytes}")
         self.pushes.append(message)
@@ -58,13 +69,13 @@ class Inlet:
 
     def pump(self) -> None:
         """Give pushes their slots."""
-        while self.pushes and self.comm is not None and not self.ended:
+        while self.pushes and self.lane is not None and not self.ended:
             slot = self.slots.take(self)
             if slot is None:
                 return
             push = self.pushes.popleft()
-            self.tell(NcclGo())
-            future = self.comm.exchange(receives=[(slot, push.end - push.begin)], timeout_s=EXCHANGE_S)
+            future = self.lane.exchange(receives=[(slot, push.end - push.begin)], timeout_s=EXCHANGE_S)
+            self.tell(Go())
             future.add_done_callback(
                 lambda done, push=push, slot=slot: self.post(partial(self._received, push, slot, done))  # type: ignore[misc]
             )
@@ -80,10 +91,10 @@ class Inlet:
         self.ended = True
         self.pushes.clear()
         self.expected.clear()
-        if self.comm is not None:
-            self.comm.abort(why)
+        if self.lane is not None:
+            self.lane.abort(why)
 
-    def _received(self, push: NcclPush, slot: int, done: Future[None]) -> None:
+    def _received(self, push: Push, slot: int, done: Future[None]) -> None:
         error = done.exception()
         if error is not None:
             if not isinstance(error, NcclStuckError):
@@ -95,7 +106,7 @@ class Inlet:
         if wanted is None or self.ended:  # stopped meanwhile
             self.slots.give_back(slot)
             return
-        size = wanted.item_bytes[push.item] if push.item < len(wanted.item_bytes) else 0
+        size = wanted.size(push.item)
         if push.begin != wanted.written[push.item] or push.end > size:
             self.slots.give_back(slot)
             self.failed(ProtocolError(f"bytes {push.begin} to {push.end} of item {push.item}, which has {size}"))
@@ -105,14 +116,30 @@ class Inlet:
         self.writing[push.number] += 1
         self.ring.scatter(part, slot, lambda problem: self.post(partial(self._scattered, push, slot, size, problem)))
 
-    def _scattered(self, push: NcclPush, slot: int, size: int, error: Exception | None) -> None:
+    def _scattered(self, push: Push, slot: int, size: int, error: Exception | None) -> None:
         self.writing[push.number] -= 1
         self._look(push.number)
         self.slots.give_back(slot)
         if error is not None:
             self.failed(error)
-        elif push.end == size and push.number in self.expected:
-            self.landed(push.number, push.item)
+        elif push.end == size:
+            self._land(push.number, push.item)
+
+    def _land_nothing(self, push: Push) -> None:
+        """An item of no bytes, which needs no slot."""
+        wanted = self.expected.get(push.number)
+        if wanted is not None and wanted.size(push.item):
+            raise ProtocolError(f"no bytes of item {push.item}, which has {wanted.size(push.item)}")
+        self._land(push.number, push.item)
+
+    def _land(self, number: int, item: int) -> None:
+        wanted = self.expected.get(number)
+        if wanted is None or item not in wanted.left:
+            return
+        wanted.left.discard(item)
+        if not wanted.left:
+            del self.expected[number]
+        self.landed(number, item)
 
     def _look(self, number: int) -> None:
         if not self.writing[number]:

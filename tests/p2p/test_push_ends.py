@@ -8,12 +8,12 @@ from typing import Any
 
 from kvferry.errors import TransferError
 from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
-from kvferry.p2p.carriers.nccl.inlet import Inlet
-from kvferry.p2p.carriers.nccl.outlet import Outlet, Piece
-from kvferry.p2p.carriers.nccl.ring import Part
-from kvferry.p2p.carriers.nccl.slots import Slots
+from kvferry.p2p.carriers.pushes.inlet import Inlet
+from kvferry.p2p.carriers.pushes.outlet import Outlet, Piece
+from kvferry.p2p.carriers.pushes.ring import Part
+from kvferry.p2p.carriers.pushes.slots import Slots
 from kvferry.p2p.nccl import NcclSettings
-from kvferry.p2p.signal.messages import NcclPush
+from kvferry.p2p.signal.messages import Push
 
 
 class Told:
@@ -49,16 +49,6 @@ class SlowRing:
     scatter = gather
 
 
-class NoHost:
-    """The host carrier, of which nothing is wanted but answers."""
-
-    def __init__(self, told: Told) -> None:
-        self._told = told
-
-    def stop_landing(self, session: Any, number: int) -> None:
-        self._told.landing_stopped(session, number)
-
-
 def part() -> Part:
     nothing: Any = None
     return Part(nothing, 0, (), 0, 100)
@@ -67,7 +57,7 @@ def part() -> Part:
 def test_blocks_are_written_to_the_end_though_the_session_has_ended() -> None:
     """Only then may they be used for something else."""
     told, session = Told(), "session"
-    carrier: Any = NcclCarrier(NoHost(told), told, lambda *_: None, lambda call: call(), NcclSettings())  # type: ignore[arg-type]
+    carrier: Any = NcclCarrier(told, lambda *_: None, lambda call: call(), NcclSettings())
     ring: Any = SlowRing()
     inlet: Any = Inlet(
         ring,
@@ -82,7 +72,7 @@ def test_blocks_are_written_to_the_end_though_the_session_has_ended() -> None:
     slot = inlet.slots.take(inlet)
     inlet.writing[5] += 1
     ring.scatter(
-        part(), slot, lambda error: inlet._scattered(NcclPush(number=5, item=0, begin=0, end=100), slot, 100, error)
+        part(), slot, lambda error: inlet._scattered(Push(number=5, item=0, begin=0, end=100), slot, 100, error)
     )
     carrier.session_lost(session)
     carrier.stop_landing(session, 5)
@@ -98,9 +88,9 @@ def test_blocks_are_written_to_the_end_though_the_session_has_ended() -> None:
 def test_blocks_are_read_to_the_end_though_the_transfer_has_ended() -> None:
     told = Told()
     ring: Any = SlowRing()
-    comm: Any = object()
+    lane: Any = object()
     pushed: list[Any] = []
-    outlet = Outlet(ring, Slots([1, 2]), pushed.append, lambda call: call(), told.released, lambda _: None, comm)
+    outlet = Outlet(ring, Slots([1, 2]), pushed.append, lambda call: call(), told.released, lambda _: None, lane)
     outlet.queue.extend([Piece(5, 0, part()), Piece(6, 0, part()), Piece(5, 1, part())])
     outlet.pump()
     assert len(ring.jobs) == 2

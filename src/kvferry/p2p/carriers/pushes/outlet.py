@@ -1,4 +1,4 @@
-"""What one session sends over NCCL."""
+"""What one session sends."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import partial
 from typing import NamedTuple
 
 from kvferry.errors import NcclStuckError
-from kvferry.p2p.carriers.nccl.ring import Part, Ring
-from kvferry.p2p.carriers.nccl.slots import Slots
-from kvferry.p2p.nccl import Communicator
-from kvferry.p2p.signal.messages import Message, NcclPush
+from kvferry.p2p.carriers.pushes.lane import Lane
+from kvferry.p2p.carriers.pushes.ring import Part, Ring
+from kvferry.p2p.carriers.pushes.slots import Slots
+from kvferry.p2p.signal.messages import Message, Push
 
 EXCHANGE_S = 30.0
 
@@ -41,7 +41,7 @@ class Outlet:
     post: Post
     released: Callable[[int], None]
     failed: Callable[[Exception], None]
-    comm: Communicator | None = None
+    lane: Lane | None = None
     ended: bool = False
     queue: deque[Piece] = field(default_factory=deque)
     reading: Counter[int] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ class Outlet:
 
     def pump(self) -> None:
         """Gather as much as there are slots for."""
-        while self.queue and self.comm is not None and not self.ended:
+        while self.queue and self.lane is not None and not self.ended:
             slot = self.slots.take(self)
             if slot is None:
                 return
@@ -72,10 +72,10 @@ class Outlet:
 
     def go(self) -> bool:
         """The peer has a slot for the first push; False where there is none."""
-        if not self.pushed or self.comm is None:
+        if not self.pushed or self.lane is None:
             return False
         slot, nbytes = self.pushed.popleft()
-        future = self.comm.exchange(sends=[(slot, nbytes)], timeout_s=EXCHANGE_S)
+        future = self.lane.exchange(sends=[(slot, nbytes)], timeout_s=EXCHANGE_S)
         future.add_done_callback(lambda done: self.post(partial(self._sent, slot, done)))
         return True
 
@@ -86,8 +86,8 @@ class Outlet:
         for slot, _ in self.pushed:
             self.slots.give_back(slot)
         self.pushed.clear()
-        if self.comm is not None:
-            self.comm.abort(why)
+        if self.lane is not None:
+            self.lane.abort(why)
 
     def _gathered(self, piece: Piece, slot: int, error: Exception | None) -> None:
         self.reading[piece.number] -= 1
@@ -99,7 +99,7 @@ class Outlet:
             return
         part = piece.part
         self.pushed.append((slot, part.end - part.begin))
-        self.tell(NcclPush(number=piece.number, item=piece.item, begin=part.begin, end=part.end))
+        self.tell(Push(number=piece.number, item=piece.item, begin=part.begin, end=part.end))
 
     def _sent(self, slot: int, done: Future[None]) -> None:
         error = done.exception()

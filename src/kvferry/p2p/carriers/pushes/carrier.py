@@ -1,0 +1,183 @@
+"""What every carrier does that moves all in parts through slots, whatever exchanges them with the peer's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvferry.errors import KVFerryError, ProtocolError, TransferError
+from kvferry.p2p import geometry
+from kvferry.p2p.carriers.base import CarrierEvents
+from kvferry.p2p.carriers.pushes.inlet import Expected, Inlet
+from kvferry.p2p.carriers.pushes.outlet import Outlet, Piece, Post
+from kvferry.p2p.carriers.pushes.ring import Part, Ring
+from kvferry.p2p.carriers.pushes.slots import Slots
+from kvferry.p2p.memory import BlockMemory, Memory
+from kvferry.p2p.signal.messages import Go, Message, NcclNew, Offer, Push, Ready
+from kvferry.p2p.signal.session import Session
+
+Tell = Callable[[Session, Message], None]
+
+
+class PushCarrier:
+    """All but `close` is called in the loop's thread. The sender pushes, so nobody but it reads the source."""
+
+    name = ""
+    error_code = "failed"
+
+    def __init__(self, events: CarrierEvents, tell: Tell, post: Post) -> None:
+        """`tell` sends a message over a session; `post` has the loop's thread call something."""
+        self._events = events
+        self._tell = tell
+        self._post = post
+        self._ring: Ring | None = None
+        self._send_slots = Slots(())
+        self._receive_slots = Slots(())
+        self._outlets: dict[Session, Outlet] = {}
+        self._inlets: dict[Session, Inlet] = {}
+        self._by_number: dict[int, Outlet] = {}
+
+    def start_item(self, session: Session, number: int, item: int, source: Memory) -> None:
+        """Queue it, in parts of a slot each."""
+        outlet = self._outlet(session)
+        if outlet is None:
+            return
+        self._by_number[number] = outlet
+        pieces = _pieces_of(session, source, item)
+        total = _bytes_of(session, source, item)
+        if not total:
+            self._tell(session, Push(number=number, item=item, begin=0, end=0))
+        size = outlet.ring.slot_bytes
+        for begin in range(0, total, size):
+            part = Part(source, item, pieces, begin, min(begin + size, total))
+            outlet.queue.append(Piece(number, item, part))
+        outlet.pump()
+
+    def stop_source(self, session: Session, number: int) -> None:
+        """Gathers that run are waited for."""
+        outlet = self._by_number.pop(number, None)
+        if outlet is None:
+            self._events.released(number)
+        else:
+            outlet.stop(number)
+
+    def peer_stopped(self, session: Session, number: int) -> None:
+        """Nothing: the peer does not read the source."""
+
+    def expect(self, session: Session, offer: Offer, destination: Memory) -> None:
+        """Let what is pushed of a transfer land."""
+        inlet = self._inlet(session)
+        if inlet is not None:
+            pieces = partial(_pieces_of, session, destination)
+            inlet.expected[offer.number] = Expected(destination, pieces, offer.item_bytes)
+
+    def ready(self, session: Session, message: Ready) -> None:
+        """Nothing: what is ready is pushed."""
+
+    def stop_landing(self, session: Session, number: int) -> None:
+        """Scatters that run are waited for."""
+        inlet = self._inlets.get(session)
+        if inlet is None:
+            self._events.landing_stopped(session, number)
+        else:
+            inlet.stop(number)
+
+    def heard(self, session: Session, message: NcclNew | Push | Go) -> bool:
+        """A message of this carrier's own; False where it was not to be expected, which ends the session."""
+        try:
+            if isinstance(message, Push):
+                inlet = self._inlet(session)
+                if inlet is not None:
+                    inlet.push(message)
+            elif not isinstance(message, Go):
+                raise ProtocolError("a communicator of NCCL where there is none")
+            elif not (outlet := self._outlets.get(session)) or not outlet.go():
+                raise ProtocolError("a go for nothing that was pushed")
+        except KVFerryError as error:
+            self._fail(session, error)
+            return False
+        return True
+
+    def session_lost(self, session: Session) -> None:
+        """Exchange nothing more over it; what is being read or written is waited for."""
+        for end in (self._outlets.pop(session, None), self._inlets.get(session)):
+            if end is not None:
+                end.end(f"{session!r} has ended")
+        for lost in [lost for lost, inlet in self._inlets.items() if inlet.ended and not inlet.writing]:
+            del self._inlets[lost]  # the others still write into somebody's blocks
+
+    def close(self) -> None:
+        """End the ring. Idempotent; waits, but not without end."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+
+    def _connect_outlet(self, session: Session, outlet: Outlet) -> None:
+        """Give it the lane that it sends over, now or later. Raises KVFerryError."""
+        raise NotImplementedError
+
+    def _connect_inlet(self, session: Session, inlet: Inlet) -> None:
+        """The same for what comes."""
+        raise NotImplementedError
+
+    def _use(self, ring: Ring) -> None:
+        """Half of its slots are for each direction."""
+        half = len(ring.addresses) // 2
+        self._ring = ring
+        self._send_slots, self._receive_slots = Slots(ring.addresses[:half]), Slots(ring.addresses[half:])
+
+    def _usable_ring(self, session: Session) -> Ring | None:
+        """Where there is none the session ends."""
+        if self._ring is None:
+            self._fail(session, TransferError("failed", "there is no ring of slots"))
+        return self._ring
+
+    def _outlet(self, session: Session) -> Outlet | None:
+        outlet = self._outlets.get(session)
+        ring = self._usable_ring(session)
+        if outlet is None and ring is not None:
+            outlet = self._outlets[session] = Outlet(
+                ring,
+                self._send_slots,
+                partial(self._tell, session),
+                self._post,
+                self._events.released,
+                partial(self._fail, session),
+            )
+            try:
+                self._connect_outlet(session, outlet)
+            except KVFerryError as error:
+                self._fail(session, error)
+        return outlet
+
+    def _inlet(self, session: Session) -> Inlet | None:
+        inlet = self._inlets.get(session)
+        ring = self._usable_ring(session)
+        if inlet is None and ring is not None:
+            inlet = self._inlets[session] = Inlet(
+                ring,
+                self._receive_slots,
+                partial(self._tell, session),
+                self._post,
+                partial(self._events.item_landed, session),
+                partial(self._events.landing_stopped, session),
+                partial(self._fail, session),
+            )
+            self._connect_inlet(session, inlet)
+        return inlet
+
+    def _fail(self, session: Session, error: Exception) -> None:
+        """The session ends, and with it all transfers over it; the next one begins anew."""
+        text = f"{session!r}: {error}"[:2000]
+        self._events.carrier_failed(session, TransferError(self.error_code, text))
+
+
+def _bytes_of(session: Session, memory: Memory, item: int) -> int:
+    if isinstance(memory, BlockMemory):
+        return session.layer_bytes()[item] * len(memory.ids)
+    return memory.items[item][1]
+
+
+def _pieces_of(session: Session, memory: Memory, item: int) -> tuple[geometry.Piece, ...]:
+    """Which bytes of a layer's blocks go over the session; flat memory goes whole."""
+    return session.pieces(item) if isinstance(memory, BlockMemory) else ()

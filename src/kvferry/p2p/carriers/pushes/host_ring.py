@@ -1,0 +1,26 @@
+"""Slots of an engine without a GPU, whose peer has one."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvferry.copy.streaming import row_copier
+from kvferry.p2p.carriers.pushes.ring import Part, Ring
+
+
+class HostRing(Ring):
+    """In ordinary memory; copies within the host."""
+
+    def __init__(self, *, slots: int, slot_bytes: int) -> None:
+        self._memory = torch.empty(slots * slot_bytes, dtype=torch.uint8)
+        self._copy_rows = row_copier()
+        base = self._memory.data_ptr()
+        super().__init__([base + slot * slot_bytes for slot in range(slots)], slot_bytes)
+
+    def _copy(self, part: Part, slot: int, *, to_flat: bool) -> None:
+        rows = part.memory.runs(part.item, part.pieces).part(part.begin, part.end).rows_from(slot)
+        self._copy_rows(np.ascontiguousarray(rows[:, [1, 0, 2]]) if to_flat else rows)
+
+    def _free(self) -> None:
+        """The memory goes with the ring."""

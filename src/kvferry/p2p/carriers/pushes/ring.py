@@ -1,0 +1,95 @@
+"""The slots through which all goes, and the thread that fills and empties them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from kvferry.p2p.geometry import Piece
+from kvferry.p2p.memory import Memory
+
+_LOG = logging.getLogger(__name__)
+_IDLE_S = 1.0
+_END_S = 20.0
+
+Call = Callable[[], None]
+OnDone = Callable[[Exception | None], None]
+
+
+class Part(NamedTuple):
+    """Bytes `begin` to `end` of one item; of a layer's blocks, all of the first piece come first."""
+
+    memory: Memory
+    item: int
+    pieces: tuple[Piece, ...]
+    begin: int
+    end: int
+
+
+class Ring(ABC):
+    """Slots of `slot_bytes` bytes at `addresses`, allocated once. Runs `kvferry-p2p-ring`.
+
+    That thread alone copies, one part after the other. It calls `on_done` when the bytes are there.
+    """
+
+    def __init__(self, addresses: Sequence[int], slot_bytes: int) -> None:
+        self.addresses = tuple(addresses)
+        self.slot_bytes = slot_bytes
+        self._jobs: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvferry-p2p-ring", daemon=True)
+        self._thread.start()
+
+    def gather(self, part: Part, slot: int, on_done: OnDone) -> None:
+        """Copy from where the part lies into the slot at that address."""
+        self._jobs.put(lambda: self._do(part, slot, on_done, to_flat=True))
+
+    def scatter(self, part: Part, slot: int, on_done: OnDone) -> None:
+        """Copy from the slot at that address to where the part is to lie."""
+        self._jobs.put(lambda: self._do(part, slot, on_done, to_flat=False))
+
+    def close(self) -> None:
+        """End the thread after what was queued, and free all. Nobody else may use the slots any more. Idempotent."""
+        self._jobs.put(None)
+        self._thread.join(_END_S)
+        if self._thread.is_alive():
+            _LOG.error("the copies of a ring of slots did not end within %g s", _END_S)
+            return
+        self._free()
+
+    @abstractmethod
+    def _copy(self, part: Part, slot: int, *, to_flat: bool) -> None:
+        """Copy, and return when it is done. In the ring's thread."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Give the memory back. Idempotent."""
+
+    def _around(self) -> AbstractContextManager[None]:
+        """What the thread runs in."""
+        return contextlib.nullcontext()
+
+    def _run(self) -> None:
+        with self._around():
+            while True:
+                try:
+                    job = self._jobs.get(timeout=_IDLE_S)
+                except queue.Empty:
+                    continue
+                if job is None:
+                    return
+                job()
+
+    def _do(self, part: Part, slot: int, on_done: OnDone, *, to_flat: bool) -> None:
+        error: Exception | None = None
+        try:
+            self._copy(part, slot, to_flat=to_flat)
+        except Exception as problem:  # noqa: BLE001 - whoever waits must be told
+            _LOG.exception("a copy of a ring of slots failed")
+            error = problem
+        on_done(error)
