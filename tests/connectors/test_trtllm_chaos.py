@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
+from unittest import mock
 
 import pytest
 
 from doubles.trt_blocks import PoolShape
 from doubles.trt_executor import EngineDead, FakeTrtExecutor
-from doubles.trt_fixtures import Start, freeze, thaw
+from doubles.trt_fixtures import Start, freeze, thaw, wait_for_memory
 from doubles.trt_requests import Request, Setup, State
 from serving.process import Stage, eventually
 
@@ -51,7 +51,7 @@ def meddle(rng: random.Random, engine: FakeTrtExecutor, requests: list[Request])
             engine.pause(rng.choice(running))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_random_requests_never_meet_wrong_kv(start: Start, seed: int) -> None:
     rng = random.Random(seed)
     setup = random_setup(rng)
@@ -75,13 +75,14 @@ def test_a_server_that_hangs_costs_one_wait(start: Start, stage: Stage, monkeypa
     monkeypatch.setenv("KVFERRY_TRTLLM_LOOKUP_TIMEOUT_S", "0.5")
     engine = start(Setup(keeps=False))
     engine.run(PROMPT)
+    client = engine.scheduler._side._promises._client
+    lookup = mock.Mock(side_effect=client.lookup)
+    monkeypatch.setattr(client, "lookup", lookup)
     freeze(stage.server.pid)
     try:
-        started = time.monotonic()
-        requests = engine.run(*[[seed, *PROMPT] for seed in range(8)])
-        took = time.monotonic() - started
-        assert [request.matched for request in requests] == [0] * 8
-        assert took < 8 * 0.5  # the first waits, the others do not ask
+        requests = engine.run(*[[seed, *PROMPT] for seed in range(3)])
+        assert [request.matched for request in requests] == [0] * 3
+        lookup.assert_called_once()  # the others do not ask
     finally:
         thaw(stage.server.pid)
 
@@ -105,6 +106,7 @@ def test_a_server_that_is_killed_at_any_time_costs_no_token(start: Start, stage:
             assert request.promised
         engine.close()
         stage.start_server()
+        wait_for_memory(stage.url)
 
 
 def test_the_engine_goes_on_with_the_next_server(start: Start, stage: Stage) -> None:
@@ -114,6 +116,7 @@ def test_the_engine_goes_on_with_the_next_server(start: Start, stage: Stage) -> 
     stage.server.kill()
     assert engine.run(PROMPT)[0].matched == 0
     stage.start_server()
+    wait_for_memory(stage.url)
     clients = [engine.scheduler._side._promises._client, *(worker._client for worker in engine.workers)]
     eventually(lambda: all(client.connected for client in clients))
     engine.run(PROMPT)

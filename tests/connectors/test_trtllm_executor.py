@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from doubles.trt_blocks import PoolShape
-from doubles.trt_fixtures import Start, write_model
+from doubles.trt_fixtures import Start, wait_for_memory, write_model
 from doubles.trt_interface import NEW, OLD
 from doubles.trt_requests import Setup, State
 from serving.process import Stage, eventually
@@ -156,6 +156,7 @@ def test_without_a_server_the_engine_runs_and_reuses_when_it_comes(start: Start,
     (request,) = engine.run(PROMPT)
     assert request.matched == 0
     stage.start_server()
+    wait_for_memory(stage.url)
     eventually(lambda: engine.workers[0]._client.connected and engine.scheduler._side._promises._client.connected)
     engine.run(PROMPT)
     assert engine.run(PROMPT)[0].matched == 192

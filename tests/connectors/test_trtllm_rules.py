@@ -12,7 +12,7 @@ import pytest
 from doubles import trt_mutants
 from doubles.trt_blocks import PoolShape, RuleBroken, WrongKV
 from doubles.trt_executor import EngineDead, FakeTrtExecutor
-from doubles.trt_fixtures import Start, freeze, thaw
+from doubles.trt_fixtures import Start, freeze, thaw, wait_for_memory
 from doubles.trt_mutants import Pair
 from doubles.trt_requests import Setup, State
 from serving.process import Stage
@@ -173,6 +173,7 @@ def test_a_load_that_failed_ends_the_engine(start: Start, warm: Warm, stage: Sta
             engine.run(PROMPT)
         engine.close()
         stage.start_server()
+        wait_for_memory(stage.url)
 
 
 def test_an_engine_is_caught_that_does_not_load(warm: Warm) -> None:

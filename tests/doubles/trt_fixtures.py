@@ -17,6 +17,7 @@ from doubles.trt_executor import FakeTrtExecutor, MakePool
 from doubles.trt_interface import NEW, Stub, installed
 from doubles.trt_memory import host_memory, new_pool
 from doubles.trt_requests import Setup, llm_args
+from kvferry.client import CacheClient
 from serving.process import Stage, eventually
 
 Start = Callable[..., FakeTrtExecutor]
@@ -60,11 +61,19 @@ def model(tmp_path: Path) -> str:
     return write_model(tmp_path / "model")
 
 
+def wait_for_memory(url: str, memory_bytes: int = 16 << 20) -> None:
+    """Return when the server has all of its memory: before, it may skip what is to be stored."""
+    with CacheClient(url) as client:
+        eventually(lambda: client.stats()["memory_bytes"] >= memory_bytes)
+
+
 @contextlib.contextmanager
 def starting(stub: Stub, model: str, url: str) -> Iterator[Start]:
     """Starts engines on a server, with our connector, or with `worker` or `scheduler` in its place; ends them."""
     with contextlib.ExitStack() as undo:
-        undo.enter_context(mock.patch.dict(os.environ, {"KVFERRY_TRTLLM_URL": url}))
+        patient = {"LOOKUP_TIMEOUT_S": "20", "LOAD_TIMEOUT_S": "20"}  # machines may be busy
+        variables = {f"KVFERRY_TRTLLM_{name}": value for name, value in {"URL": url, **patient}.items()}
+        undo.enter_context(mock.patch.dict(os.environ, variables))
 
         def make(
             setup: Setup | None = None,
@@ -91,5 +100,6 @@ def starting(stub: Stub, model: str, url: str) -> Iterator[Start]:
 @pytest.fixture
 def start(stub: Stub, model: str, stage: Stage) -> Iterator[Start]:
     """Starts engines on the stage's server."""
+    wait_for_memory(stage.url)
     with starting(stub, model, stage.url) as make:
         yield make

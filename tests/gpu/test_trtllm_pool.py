@@ -13,7 +13,7 @@ from doubles.child import Child
 from doubles.importing import check_nothing_mapped
 from doubles.side import digest, pack
 from doubles.trt_blocks import PoolShape
-from doubles.trt_fixtures import Start, starting, write_model
+from doubles.trt_fixtures import Start, starting, wait_for_memory, write_model
 from doubles.trt_interface import NEW, OLD, Stub, installed
 from doubles.trt_memory import cuda_pool
 from doubles.trt_requests import Setup, State
@@ -58,6 +58,7 @@ def stub(request: pytest.FixtureRequest) -> Iterator[Stub]:
 
 @pytest.fixture
 def start(stub: Stub, stage: Stage, tmp_path: Path) -> Iterator[Start]:
+    wait_for_memory(stage.url, 64 << 20)
     with starting(stub, write_model(tmp_path / "model"), stage.url) as make:
         yield make
 
