@@ -24,18 +24,28 @@ PYTHON = sys.executable
 
 @dataclass(frozen=True)
 class Phase:
-    """One command; `json` says that its standard output is one JSON object."""
+    """One command, for machines with so many GPUs; `json` says that its standard output is one JSON object."""
 
     name: str
     command: tuple[str, ...]
     limit_s: float
     json: bool = True
+    gpus: int = 1
 
 
-PYTEST = ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "-p", "no:cacheprovider", "--durations=10")
+FOLDER = pathlib.Path("tests/gpu")
+PYTEST = (PYTHON, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider", "--durations=10")
+ARGUMENTS = tuple(shlex.split(os.environ.get("KVFERRY_PYTEST_ARGS", "")))
+FROM_ENGINE_TO_ENGINE = tuple(sorted(str(path) for name in ("p2p", "nccl") for path in FOLDER.glob(f"test_{name}*.py")))
+OTHERS = tuple(f"--ignore={path}" for path in FROM_ENGINE_TO_ENGINE)
+BENCH_P2P = (PYTHON, "-m", "kvferry", "bench", "p2p", "--device", "cuda", "--json", "--carrier")
 PHASES = (
-    Phase("tests", (PYTHON, *PYTEST, *shlex.split(os.environ.get("KVFERRY_PYTEST_ARGS", ""))), 300, json=False),
+    Phase("tests", (*PYTEST, str(FOLDER), *OTHERS, *ARGUMENTS), 300, json=False),
+    Phase("tests-p2p", (*PYTEST, *FROM_ENGINE_TO_ENGINE, *ARGUMENTS), 580, json=False),
     Phase("demo", (PYTHON, "-m", "kvferry", "demo", "--device", "cuda", "--json"), 90),
+    Phase("demo-p2p", (PYTHON, "-m", "kvferry", "demo", "--p2p", "--device", "cuda", "--json"), 120, gpus=2),
+    Phase("bench-p2p-ipc", (*BENCH_P2P, "ipc"), 240, gpus=2),
+    Phase("bench-p2p-nccl", (*BENCH_P2P, "nccl"), 240, gpus=2),
     Phase("bench-ipc", (PYTHON, "-m", "kvferry", "bench", "ipc", "--device", "cuda", "--json"), 120),
     Phase("bench-store", (PYTHON, "-m", "kvferry", "bench", "store", "--device", "cuda", "--json"), 150),
     Phase("bench-copy", (PYTHON, "benchmarks/copy_cuda.py", "--rounds", "5"), 60),
@@ -63,8 +73,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run(phase: Phase, results: pathlib.Path) -> dict[str, Any]:
+def run(phase: Phase, results: pathlib.Path, num_gpus: int) -> dict[str, Any]:
     """Run one phase; what it printed goes to the results folder, the end of it to our own output if it failed."""
+    if num_gpus < phase.gpus:
+        return {"phase": phase.name, "code": 0, "seconds": 0.0, "result": f"needs {phase.gpus} GPUs, sees {num_gpus}"}
     began = time.monotonic()
     try:
         done = subprocess.run(phase.command, capture_output=True, text=True, timeout=phase.limit_s, check=False)
@@ -103,7 +115,7 @@ def lines(record: dict[str, Any]) -> list[str]:
         limit = "" if row.get("limit") is None else f"  limit {row['limit']:.4g}"
         ratio = "" if row.get("ratio") is None else f"  ratio {row['ratio']:.3f}"
         rows.append(f"    {row['name']:34} {row['value']:12.4g} {row['unit']:6}{limit}{ratio}")
-    if record["phase"] == "demo" and isinstance(result, dict):
+    if record["phase"].startswith("demo") and isinstance(result, dict):
         rows += [f"    {key:34} {value}" for key, value in result.items() if not isinstance(value, list | dict)]
     if record["phase"] == "matrix" and isinstance(result, dict):
         rows += [f"    {row['mechanism']:10} {row['namespaces']:16} {row['outcome'][:90]}" for row in result["matrix"]]
@@ -118,7 +130,9 @@ def main(names: list[str]) -> int:
         return 2
     results = pathlib.Path(os.environ.get("KVFERRY_RESULTS") or "build/gpu-results")
     results.mkdir(parents=True, exist_ok=True)
-    summary = {"machine": machine(), "phases": [run(known[name], results) for name in names or known]}
+    found = machine()
+    phases = [run(known[name], results, len(found["gpus"])) for name in names or known]
+    summary = {"machine": found, "phases": phases}
     (results / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary["machine"]))
     for record in summary["phases"]:

@@ -90,6 +90,7 @@ class P2pSide:
         self.kept: list[torch.Tensor] = []
         self.gpus = (fake_gpu, gpu)
         self.gathered_bytes = 0
+        self.used_late = torch.empty(0)
         if caches is not None:
             self.caches = make_caches(**caches)
             if fake_gpu is not None:
@@ -171,6 +172,33 @@ class P2pSide:
         equal = torch.equal(tensor.cpu(), random_bytes(tensor.numel(), seed))
         gpu = pointer_info(tensor.data_ptr()).device if tensor.numel() else None
         return {"equal": equal, "nbytes": tensor.numel(), "gpu": gpu, "device": tensor.device.type}
+
+    def send_late(self, name: str, nbytes: int, seed: int, to: str) -> None:
+        """A tensor that the GPU writes only some tenths of a second from now."""
+        tensor = torch.zeros(nbytes, dtype=torch.uint8, device=f"cuda:{self.gpus[1]}")
+        wanted = random_bytes(nbytes, seed).to(tensor.device)
+        torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
+        tensor.copy_(wanted)
+        self.transfers[f"send {name}"] = self.engine.send_tensor(name, tensor, to)
+
+    def use_late(self) -> None:
+        """Let the GPU copy the tensor that is kept some tenths of a second from now, and keep it no longer."""
+        tensor = self.kept.pop()
+        torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
+        self.used_late = tensor.clone()
+
+    def used(self, seed: int) -> dict[str, Any]:
+        """Whether what was copied late is what had come."""
+        return {"equal": torch.equal(self.used_late.cpu(), random_bytes(self.used_late.numel(), seed))}
+
+    def send_many(self, count: int, nbytes: int, to: str) -> None:
+        tensor = self._on_gpu(nbytes).copy_(random_bytes(nbytes, 1))
+        for number in range(count):
+            self.engine.send_tensor(f"many {number}", tensor, to).wait(30)
+
+    def recv_many(self, count: int) -> None:
+        for number in range(count):
+            self.engine.recv_tensor(f"many {number}", timeout_s=30)
 
     def drop(self) -> None:
         """All tensors that were kept, the oldest first."""
