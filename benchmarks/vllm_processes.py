@@ -1,4 +1,4 @@
-"""The processes of benchmarks/vllm_reuse.py: engines and their cache server, none of them waited for without end."""
+"""The processes of benchmarks/vllm_*.py: engines and their cache server, none of them waited for without end."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import IO, Any
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -34,6 +36,10 @@ class Failure(Exception):
     """A process ended, or was too slow; the text says which."""
 
 
+class Signalled(Failure):
+    """This process was told to end."""
+
+
 class Clock:
     """When all must be over; each wait takes what is left of that at most."""
 
@@ -42,6 +48,10 @@ class Clock:
 
     def within(self, most_s: float) -> float:
         return max(0.0, min(most_s, self._end - time.monotonic()))
+
+    def part(self, share: float) -> Clock:
+        """A clock for a part of the time that is left."""
+        return Clock(share * (self._end - time.monotonic()))
 
 
 class Process:
@@ -52,22 +62,35 @@ class Process:
 
     mark = ""
 
-    def __init__(self, name: str, command: list[str], folder: pathlib.Path, clock: Clock) -> None:
-        self.name, self.log = name, folder / f"{name}.log"
-        self._clock = clock
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        folder: pathlib.Path,
+        clock: Clock,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.name, self.log, self.clock = name, folder / f"{name}.log", clock
         self._lines: queue.Queue[str | None] = queue.Queue()
         path = os.pathsep.join([str(SOURCES), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(folder / "cache"), **os.environ, "PYTHONPATH": path}
+        default = {**ENVIRONMENT, "VLLM_CACHE_ROOT": str(folder / "cache")}
+        env = {**default, **os.environ, "PYTHONPATH": path, **environment}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=env,
+                start_new_session=True,  # vLLM starts processes of its own, which end with it
             )
         assert self._process.stdout is not None
         threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
 
     def line(self, most_s: float, doing: str) -> str:
         """Its next line. Raises Failure where none comes."""
-        wait_s = self._clock.within(most_s)
+        wait_s = self.clock.within(most_s)
         try:
             line = self._lines.get(timeout=wait_s)
         except queue.Empty:
@@ -86,20 +109,32 @@ class Process:
 
     def kill(self) -> None:
         """SIGKILL, without waiting."""
-        self._process.send_signal(signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     def end(self) -> None:
         """SIGTERM, and SIGKILL where that takes long. Idempotent."""
-        self._process.terminate()
+        end_all([self])
+
+    def terminate(self) -> None:
+        """SIGTERM, without waiting."""
+        self._signal(signal.SIGTERM)
+
+    def has_ended(self, most_s: float) -> bool:
+        """Whether it has, or does so soon."""
         try:
-            self._process.wait(5)
+            self._process.wait(most_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(10)
+            return False
+        return True
 
     def tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
         return "\n".join([f"---- the {self.name}'s log ends:", *(line[:500] for line in lines)])
+
+    def _signal(self, number: int) -> None:
+        """To it and to what it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
 
     def _read(self, lines: IO[str]) -> None:
         with contextlib.suppress(ValueError):  # closed meanwhile
@@ -113,22 +148,37 @@ class Process:
 
 
 class Engine(Process):
-    """benchmarks/vllm_engine_child.py, asked by lines; `started` must be called before the first question."""
+    """An engine's script, asked by lines; `started` must be called before the first question."""
 
     mark = "ANSWER "
 
-    def __init__(self, name: str, settings: dict[str, Any], folder: pathlib.Path, clock: Clock) -> None:
-        command = [sys.executable, str(HERE / "vllm_engine_child.py"), json.dumps(settings)]
-        super().__init__(name, command, folder, clock)
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        settings: dict[str, Any],
+        folder: pathlib.Path,
+        clock: Clock,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        command = [sys.executable, str(HERE / script), json.dumps(settings)]
+        super().__init__(name, command, folder, clock, environment)
 
-    def started(self) -> dict[str, Any]:
+    def started(self, most_s: float = 100.0) -> dict[str, Any]:
         """Wait until it is up; what it is."""
-        found: dict[str, Any] = self._answer(100.0, "starting")
+        found: dict[str, Any] = self._answer(most_s, "starting")
         return found
 
     def ask(self, op: str, **arguments: Any) -> Any:
+        self.begin(op, **arguments)
+        return self.answer(op)
+
+    def begin(self, op: str, **arguments: Any) -> None:
+        """Ask without waiting for the `answer`."""
         self.say(json.dumps({"op": op, **arguments}))
-        return self._answer(40.0, f"asked for {op} {arguments}")
+
+    def answer(self, op: str, most_s: float = 40.0) -> Any:
+        return self._answer(most_s, f"asked for {op}")
 
     def _answer(self, most_s: float, doing: str) -> Any:
         answer = json.loads(self.line(most_s, doing))
@@ -151,3 +201,21 @@ class Server(Process):
     def started(self) -> str:
         """Wait until all its memory is there; its own words."""
         return self.line(60.0, "starting").strip()
+
+
+def end_all(processes: Sequence[Process]) -> None:
+    """SIGTERM for all, and SIGKILL for those that need longer than 5 s. Idempotent."""
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + 5.0
+    left = [process for process in processes if not process.has_ended(max(0.0, until - time.monotonic()))]
+    for process in left:
+        process.kill()
+    for process in left:
+        process.has_ended(10.0)
+
+
+def end(number: int, frame: object) -> None:
+    """For signal.signal: the way out runs over `end_all`, which no second signal (timeout sends two) cuts short."""
+    signal.signal(number, signal.SIG_IGN)
+    raise Signalled(f"signal {number} came")

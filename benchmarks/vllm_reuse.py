@@ -28,13 +28,13 @@ import time
 import traceback
 from typing import Any
 
-from vllm_processes import SOURCES, Clock, Engine, Failure, Process, Server
+from vllm_figures import TOKENS, figure, same
+from vllm_processes import SOURCES, Clock, Engine, Process, Server, end, end_all
 
 sys.path.insert(0, str(SOURCES))
 
 from kvferry.cli.memory_back import CudaHeld, measure_memory_back
 
-TOKENS = 16
 AIMS = {"lookup_and_load_8k": 21.0, "lookup_and_load_1k": 4.0, "memory_back": 500.0}  # ms
 
 
@@ -54,7 +54,7 @@ def first_engine(engine: Engine, lengths: dict[str, int], reps: int, found: dict
 
 def second_engine(engine: Engine, lengths: dict[str, int], reps: int, found: dict[str, Any]) -> None:
     """Times and tokens over loaded KV, with the free blocks shuffled as after hours of service."""
-    found["shuffled"] = engine.ask("shuffle")
+    found["shuffled"] = engine.ask("arrange", seed=8192)
     for name, length in lengths.items():
         engine.ask("generate", seed=1, length=length, tokens=4)
         found[name] = [engine.ask("generate", seed=100 + i, length=length, tokens=TOKENS) for i in range(reps)]
@@ -92,12 +92,6 @@ def summarize(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, A
     return figures
 
 
-def figure(name: str, value: float | None, limit: float | None = None) -> dict[str, Any]:
-    ratio = None if limit is None or value is None else round(value / limit, 4)
-    value, limit = (None if number is None else round(number, 3) for number in (value, limit))
-    return {"name": name, "value": value, "unit": "ms", "limit": limit, "ratio": ratio}
-
-
 def checks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """How many of the tokens are equal, prompt by prompt; all must be, but for the control, where few may."""
     owns = first.get("own", {})
@@ -115,10 +109,6 @@ def checks(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def same(one: list[int], other: list[int]) -> int:
-    return sum(a == b for a, b in zip(one, other, strict=True))
-
-
 def run(args: argparse.Namespace, folder: pathlib.Path, processes: list[Process], found: dict[str, Any]) -> None:
     """Fill `found`, and `processes` with all that were started."""
     lengths = {"1k": 1025, "8k": 8193} if not args.cpu else {"1k": 257, "8k": 1025}
@@ -128,7 +118,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path, processes: list[Process]
     settings = {"url": server.url, "folder": str(folder / "model"), "cpu": args.cpu}
     free = 0 if args.cpu else CudaHeld(0).free_bytes()
     for name, steps in (("first", first_engine), ("second", second_engine)):
-        engine = Engine(f"{name} engine", settings, folder, clock)
+        engine = Engine(f"{name} engine", "vllm_engine_child.py", settings, folder, clock)
         processes.append(engine)
         if name == "first":
             say(started, server.started())  # its memory was pinned while the engine started
@@ -145,10 +135,6 @@ def run(args: argparse.Namespace, folder: pathlib.Path, processes: list[Process]
 
 def say(started: float, text: str) -> None:
     print(f"{time.monotonic() - started:6.1f} s  {text}", flush=True)
-
-
-def end(number: int, frame: object) -> None:
-    raise Failure(f"signal {number} came")
 
 
 def main() -> None:
@@ -170,8 +156,7 @@ def main() -> None:
             found["error"] = f"{type(error).__name__}: {error}"
             print(*(process.tail() for process in processes), traceback.format_exc(), sep="\n", flush=True)
         finally:
-            for process in reversed(processes):
-                process.end()
+            end_all(processes)
     found["results"] = summarize(found["first"], found["second"])
     found["equal_tokens"] = checks(found["first"], found["second"])
     args.out.write_text(json.dumps(found, indent=1) + "\n")
