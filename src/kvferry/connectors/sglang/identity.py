@@ -1,0 +1,83 @@
+"""The name under which engines share KV: all that decides what the bytes are, beside tokens and layout.
+
+SGLang's page hashes stand for tokens (from 0.5.20 on also for LoRA and salt) and for nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from kvferry.connectors.weights import weights_name
+
+# What SGLang was told that decides what KV is. One that a release has not is empty there.
+_DECISIVE = (
+    "dtype",
+    "quantization",
+    "kv_cache_dtype",
+    "json_model_override_args",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "context_length",
+)
+_LOG = logging.getLogger("sglang.kvferry")
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """Which part of a model's KV a rank has. `shared` by all tensor-parallel ranks: each has the same (MLA)."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int = 0
+    pp_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
+    shared: bool = False
+
+    def __str__(self) -> str:
+        tensor = "all" if self.shared else f"{self.tp_rank}/{self.tp_size}"
+        return f"tp {tensor} pp {self.pp_rank}/{self.pp_size} cp {self.cp_rank}/{self.cp_size}"
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank's KV is to be stored: of the same one copy is enough."""
+        return not self.shared or self.tp_rank == 0
+
+
+def model_name(
+    server_args: Any, rank: RankIdentity, *, model_id: str, release: str, engine_id: str, layers: str = ""
+) -> str:
+    """The `model` of a registration: a readable part, and a hash of everything that counts.
+
+    `model_id`, where it is not empty, stands for the weights. Where nothing says what they are the name is this
+    engine's own. `layers` says which the rank has.
+    """
+    model = str(getattr(server_args, "model_path", ""))
+    parts = {name: str(getattr(server_args, name, None)) for name in _DECISIVE}
+    parts |= {
+        "weights": f"id:{model_id}" if model_id else _weights(server_args, model, engine_id),
+        "rank": str(rank),
+        "layers": layers,
+        "engine": release,
+    }
+    digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    short = (model_id or model).rstrip("/").rsplit("/", 1)[-1]
+    return f"sglang/{short[:64]}/{digest}"
+
+
+def _weights(server_args: Any, model: str, engine_id: str) -> str:
+    if str(getattr(server_args, "load_format", "")).lower().endswith("dummy"):
+        return f"of engine:{engine_id}"
+    name = weights_name(model, str(getattr(server_args, "revision", None) or ""))
+    if name is not None:
+        return name
+    _LOG.warning(
+        "nothing on this host says what the weights of %s are, so this engine shares KV with no other. If they never "
+        "change under that name, set model_id in KVferry's extra config.",
+        model,
+    )
+    return f"of engine:{engine_id}"
