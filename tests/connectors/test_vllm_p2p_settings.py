@@ -50,29 +50,29 @@ def test_where_an_engine_is_reached() -> None:
 def test_each_rank_of_each_data_parallel_engine_has_a_port_of_its_own() -> None:
     settings = of({"kv_port": 7000})
     ports = {
-        settings.p2p_config("127.0.0.1", rank=rank, size=2, data_rank=data, receives=True).address
+        settings.p2p_config("127.0.0.1", rank=rank, size=2, data_rank=data, keeps=True).address
         for rank in (0, 1)
         for data in (0, 1)
     }
     assert ports == {f"127.0.0.1:{port}" for port in (7000, 7001, 7002, 7003)}
-    free = of({"kv_port": 0}).p2p_config("127.0.0.1", rank=1, size=2, data_rank=3, receives=True)
+    free = of({"kv_port": 0}).p2p_config("127.0.0.1", rank=1, size=2, data_rank=3, keeps=True)
     assert free.address == "127.0.0.1:0"
     with pytest.raises(ValueError, match="leaves no port"):
-        of({"kv_port": 65_535}).p2p_config("127.0.0.1", rank=1, size=2, data_rank=0, receives=True)
+        of({"kv_port": 65_535}).p2p_config("127.0.0.1", rank=1, size=2, data_rank=0, keeps=True)
 
 
-def test_who_only_sends_needs_no_room() -> None:
+def test_who_keeps_nothing_needs_no_room() -> None:
     settings = of({"kv_buffer_size": 1 << 20, "mem_pool_size_gb": 1})
-    config = settings.p2p_config("127.0.0.1", rank=0, size=1, data_rank=0, receives=False)
+    config = settings.p2p_config("127.0.0.1", rank=0, size=1, data_rank=0, keeps=False)
     assert (config.kv_buffer_size, config.mem_pool_size_gb) == (0, 0)
-    config = settings.p2p_config("127.0.0.1", rank=0, size=1, data_rank=0, receives=True)
+    config = settings.p2p_config("127.0.0.1", rank=0, size=1, data_rank=0, keeps=True)
     assert (config.kv_buffer_size, config.mem_pool_size_gb) == (1 << 20, 1)
 
 
 def test_beyond_loopback_somebody_has_to_be_kept_out(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("engines:0123456789abcdef\n")
-    where: dict[str, Any] = {"host": "10.0.0.7", "rank": 0, "size": 1, "data_rank": 0, "receives": True}
+    where: dict[str, Any] = {"host": "10.0.0.7", "rank": 0, "size": 1, "data_rank": 0, "keeps": True}
     with pytest.raises(ValueError, match="token_file"):
         of().p2p_config(**where)
     assert of({"insecure": True}).p2p_config(**where).insecure

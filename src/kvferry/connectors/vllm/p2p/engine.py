@@ -50,9 +50,10 @@ def worker_side(
     engine, kind = None, ""
     try:
         kind = choose_format(kv_caches, specs, num_blocks)
-        engine = _listening(vllm_config, settings)
+        on_cpu = next(iter(kv_caches.values())).device.type == "cpu"
+        engine = _listening(vllm_config, settings, on_cpu=on_cpu)
         isa = ""
-        if next(iter(kv_caches.values())).device.type == "cpu":
+        if on_cpu:
             isa = cpu_isa(vllm_config, next(iter(specs.values())))
             rehome_caches(vllm_config, kv_caches)
         hints = hints_for(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, num_blocks, isa=isa)
@@ -76,22 +77,22 @@ def heartbeat(vllm_config: Any, settings: P2pSettings, addresses: tuple[str, ...
     return Heartbeat(settings.proxy, Presence(kinds, http_address, addresses, _routed_rank(vllm_config)))
 
 
-def _listening(vllm_config: Any, settings: P2pSettings) -> P2pNcclEngine:
-    config = _config(vllm_config, settings)
+def _listening(vllm_config: Any, settings: P2pSettings, *, on_cpu: bool) -> P2pNcclEngine:
+    config = _config(vllm_config, settings, on_cpu=on_cpu)
     try:
         return P2pNcclEngine(config)
     except ShareError as error:
         raise ValueError(f"P2pNcclConnector: {error}; set another kv_port, 0 for any free one") from None
 
 
-def _config(vllm_config: Any, settings: P2pSettings) -> P2pConfig:
+def _config(vllm_config: Any, settings: P2pSettings, *, on_cpu: bool) -> P2pConfig:
     parallel = vllm_config.parallel_config
     return settings.p2p_config(
         settings.host(get_ip),
         rank=get_tensor_model_parallel_rank(),
         size=parallel.tensor_parallel_size,
         data_rank=getattr(parallel, "data_parallel_index", parallel.data_parallel_rank),
-        receives=vllm_config.kv_transfer_config.is_kv_consumer,
+        keeps=on_cpu and vllm_config.kv_transfer_config.is_kv_consumer,  # blocks of a GPU stay with their sender
     )
 
 

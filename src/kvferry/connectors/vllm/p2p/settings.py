@@ -30,7 +30,8 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_port
         Rank 0 listens there, the others at the ports after it; 0 for any free ones.
     kv_buffer_size, mem_pool_size_gb
-        Bytes, and GiB of host memory behind them, for KV that comes before its request has blocks.
+        Bytes, and GiB of host memory behind them, for KV that comes before its request has blocks. On a GPU such KV
+        stays with its sender, and nothing is allocated.
     send_type
         `PUT_ASYNC`: the prefill engine sends in the background. `PUT`: its steps wait for that, for a moment. `GET`: it
         keeps the KV until it is asked.
@@ -95,10 +96,11 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return self.kv_ip
         return LOOPBACK if not self.proxy_ip or is_loopback(self.proxy_ip) else own_ip()
 
-    def p2p_config(self, host: str, *, rank: int, size: int, data_rank: int, receives: bool) -> P2pConfig:
-        """How tensor-parallel rank `rank` of `size` takes part. Who receives nothing needs no room for it.
+    def p2p_config(self, host: str, *, rank: int, size: int, data_rank: int, keeps: bool) -> P2pConfig:
+        """How tensor-parallel rank `rank` of `size` takes part.
 
-        Raises ValueError for what is wrong, or lets strangers in.
+        It has room where it `keeps` what comes before its request. Raises ValueError for what is wrong, or lets
+        strangers in.
         """
         port = self.kv_port + data_rank * size + rank if self.kv_port else 0
         if port > 65_535:
@@ -108,8 +110,8 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 address=join_host_port(host, port),
                 send_type=self.send_type,
                 carrier=self.carrier,
-                kv_buffer_size=int(self.kv_buffer_size) if receives else 0,
-                mem_pool_size_gb=self.mem_pool_size_gb if receives else 0.0,
+                kv_buffer_size=int(self.kv_buffer_size) if keeps else 0,
+                mem_pool_size_gb=self.mem_pool_size_gb if keeps else 0.0,
                 lease_s=self.lease_s,
                 nccl_num_channels=self.nccl_num_channels,
                 tp_rank=rank,
