@@ -1,11 +1,15 @@
-"""SGLang's host pools, as far as a storage back end asks them, and its page hashes."""
+"""SGLang as far as KVferry asks it: its pools, its page hashes, the classes to derive from."""
 
 from __future__ import annotations
 
+import enum
 import hashlib
-from types import SimpleNamespace
+import sys
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -66,3 +70,61 @@ def hashes(text: str, count: int) -> list[str]:
 
 def data(keys: list[str]) -> bytes:
     return b"".join(map(bytes.fromhex, keys))
+
+
+class HiCacheStorage:
+    """What a storage back end derives from."""
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self.mem_pool_host = mem_pool_host
+
+
+class UnifiedCacheLinker:
+    """What an external linker derives from."""
+
+    forward_stream: Any = None
+
+
+@dataclass
+class PoolTransferResult:
+    kv_hit_pages: int
+    extra_pool_hit_pages: dict[str, int]
+
+    @classmethod
+    def empty(cls) -> PoolTransferResult:
+        return cls(0, {})
+
+
+class PoolName(str, enum.Enum):
+    KV = "kv"
+    MAMBA = "mamba"
+
+
+@dataclass
+class PoolTransfer:
+    name: PoolName
+    keys: list[str] | None = None
+    device_indices: torch.Tensor | None = None
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **args: Any) -> None:
+    """Have `sglang` be a stand-in in which an engine was started with `args`."""
+    names = ("", ".srt", ".srt.mem_cache", ".srt.mem_cache.unified_cache")
+    for name in names:
+        monkeypatch.setitem(sys.modules, f"sglang{name}", ModuleType(f"sglang{name}"))
+    said = {"model_path": "/models/tiny", "dtype": "float32", "kv_cache_dtype": "auto", **args}
+    made: dict[str, dict[str, Any]] = {
+        "sglang.srt.mem_cache.hicache_storage": {
+            "HiCacheStorage": HiCacheStorage,
+            "PoolName": PoolName,
+            "PoolTransferResult": PoolTransferResult,
+        },
+        "sglang.srt.mem_cache.unified_cache.unified_cache_linker": {"UnifiedCacheLinker": UnifiedCacheLinker},
+        "sglang.srt.runtime_context": {"get_server_args": lambda: SimpleNamespace(**said)},
+    }
+    for name, content in made.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("storage", "linker"):
+        monkeypatch.delitem(sys.modules, f"kvferry.connectors.sglang.{name}", raising=False)

@@ -24,6 +24,11 @@ def main() -> None:
     from kvferry.cli.main import main as kvferry  # not where vLLM's own children import this file again
     from vllm_engine.engine_side import EngineSide
 
+    fork_on_demand(EngineSide, kvferry)
+
+
+def fork_on_demand(start: Any, kvferry: Any) -> None:
+    """Fork processes that run what `start` makes, or `kvferry serve`, until the socket's other end is closed."""
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     while True:
@@ -41,7 +46,7 @@ def main() -> None:
                 if orders["op"] == "serve":
                     serve(sock, orders["arguments"], kvferry)
                 else:
-                    answer(sock, orders, EngineSide)
+                    answer(sock, orders, start)
             finally:
                 os._exit(0)
         os.close(fds[0])

@@ -25,9 +25,12 @@ PAGE = 4096
 class Zygote:
     """Forks engines. Close it last."""
 
+    module = "vllm_engine.engine_zygote"
+    import_s = 120.0
+
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair()
-        self._control.settimeout(120)
+        self._control.settimeout(self.import_s)
         settings = {
             "OMP_NUM_THREADS": "1",  # more threads that spin make two engines at once very slow
             "OMP_WAIT_POLICY": "PASSIVE",
@@ -37,7 +40,7 @@ class Zygote:
         }
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "vllm_engine.engine_zygote", str(theirs.fileno())],
+                [sys.executable, "-m", self.module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **settings},
             )

@@ -20,10 +20,10 @@ class Results:
         rounded = None if limit is None else round(limit, 3)
         self._figures.append({"name": name, "value": round(value, 3), "unit": unit, "limit": rounded, "ratio": ratio})
 
-    def write(self, path: Path) -> None:
+    def write(self, path: Path, bench: str = "vllm") -> None:
         passed = sum(outcome == "passed" for outcome in self.tests.values())
         found = {
-            "bench": "vllm",
+            "bench": bench,
             "machine": self._machine,
             "results": self._figures,
             "passed": passed,
