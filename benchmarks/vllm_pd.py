@@ -107,7 +107,7 @@ class Run:
         """What is known by now."""
         found = self._found
         found["took_s"] = round(time.monotonic() - self._started, 1)
-        found["results"] = summarize(found["kinds"])
+        found["results"] = summarize(found["kinds"], cpu=self._args.cpu)
         found["equal_tokens"] = checks(found["kinds"])
         self._args.out.write_text(json.dumps(found, indent=1) + "\n")
 

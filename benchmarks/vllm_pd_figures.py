@@ -10,8 +10,9 @@ from vllm_figures import TOKENS, figure
 AIM_8K_MS = 3.2
 
 
-def summarize(kinds: dict[str, Any]) -> list[dict[str, Any]]:
+def summarize(kinds: dict[str, Any], *, cpu: bool) -> list[dict[str, Any]]:
     """Medians. `limit` is the aim, or what the decode engine takes without the other one."""
+    aims = {} if cpu else {"8k": AIM_8K_MS}
     figures = []
     for kind, found in kinds.items():
         alone = {name: statistics.median(times) for name, times in found.get("alone_ms", {}).items()}
@@ -20,7 +21,7 @@ def summarize(kinds: dict[str, Any]) -> list[dict[str, Any]]:
             if run["counts"]:
                 groups.setdefault((run["prompt"], run["blocks"], run["way"]), []).append(run)
         for (prompt, blocks, way), runs in groups.items():
-            figures += _of_group(f"{kind}_{prompt}_{blocks}", way, runs, alone.get(prompt), prompt == "8k")
+            figures += _of_group(f"{kind}_{prompt}_{blocks}", way, runs, alone.get(prompt), aims.get(prompt))
         figures += [figure(f"{kind}_{prompt}_alone_ttft", value) for prompt, value in alone.items()]
     return figures
 
@@ -39,12 +40,11 @@ def checks(kinds: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_group(
-    name: str, way: str, runs: list[dict[str, Any]], alone: float | None, is_8k: bool
+    name: str, way: str, runs: list[dict[str, Any]], alone: float | None, aim: float | None
 ) -> list[dict[str, Any]]:
     def median(key: str) -> float:
         return float(statistics.median(run[key] for run in runs))
 
-    aim = AIM_8K_MS if is_8k else None
     if way == "at_once":
         return [
             figure(f"{name}_transfer_at_once", median("transfer_ms"), aim),
