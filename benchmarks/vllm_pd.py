@@ -35,7 +35,7 @@ from vllm_pd_figures import checks, summarize
 from vllm_pd_steps import Pair, measure
 from vllm_processes import Clock, Engine, Failure, Signalled, end, end_all
 
-STARTING = 0.65  # of the time; what is not up then is left out
+STARTING = 0.7  # of the time; what is not up then is left out
 ENDING_S = 8.0
 
 

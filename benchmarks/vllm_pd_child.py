@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from vllm_engine_base import EngineChild, serve
 
+import kvferry
+
 CACHE_BYTES = 16 << 30  # 131,072 tokens of the 8B shape
 UTILIZATION = 0.2  # what has to be free at the start, of all: the engines of several kinds share a GPU
 
@@ -76,7 +78,8 @@ class PeerChild(EngineChild):
 
     def info(self) -> dict[str, Any]:
         sides = {} if self._engine is None else {"addresses": self._scheduler.connector._scheduler.own_addresses}
-        return {**super().info(), **sides, "block_bytes": self._block_bytes, "nixl": _version("nixl")}
+        versions = {"kvferry": kvferry.__version__, "nixl": _version("nixl"), "cuda": torch.version.cuda}
+        return {**super().info(), **versions, **sides, "block_bytes": self._block_bytes}
 
     def warm(self, lengths: list[int]) -> dict[str, Any]:
         """Compute prompts of these lengths, which may compile kernels."""
