@@ -5,9 +5,12 @@ A frame is a header and at most `FRAME_BYTES` bytes of one item. Frames of sever
 
 from __future__ import annotations
 
+import array
+import fcntl
 import math
 import socket
 import struct
+import termios
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ _HEADER = struct.Struct("<IQIQI")  # magic, number, item, offset in the item, by
 _MAGIC = 0x4B56_4632
 _TURN_BYTES = 4 << 20
 _WASTE_BYTES = 64 << 10
+_LEAST_BYTES = 64 << 10
 
 Then = Callable[[], None]
 
@@ -166,7 +170,8 @@ class Link:
         if job is None:
             done = self.socket.recv_into(self._waste, min(self._in_left, _WASTE_BYTES))
         else:
-            done = self.socket.recvmsg_into(job.runs.buffers(job.position, self._in_left))[0]
+            waiting = max(_LEAST_BYTES, _waiting_bytes(self.socket))  # buffers for more would be made for nothing
+            done = self.socket.recvmsg_into(job.runs.buffers(job.position, min(self._in_left, waiting)))[0]
             job.position += done
         self._in_left -= done
         if not self._in_left:
@@ -195,3 +200,10 @@ class Link:
         if job is not None and not job.left:
             del self._in[job.number, job.item]
             job.then()
+
+
+def _waiting_bytes(sock: socket.socket) -> int:
+    """What can be read at once."""
+    found = array.array("i", [0])
+    fcntl.ioctl(sock, termios.FIONREAD, found)
+    return found[0]
