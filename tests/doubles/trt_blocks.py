@@ -155,12 +155,14 @@ class BlockManager:
             self._users[block] += 1
         start = len(blocks) * size
         more, source = self._part(tokens[:-1], start, variant) if self._partial else (0, -1)
-        if more:
+        if more and self.num_available() > (not self._users[source]):
+            self._users[source] += 1  # which allocating must not evict
             (copy,) = self.allocate(1)
+            self._users[source] -= 1
             for memory in self._memories:
                 memory.copy(source, copy)
-            blocks.append(copy)
-        return blocks, start + more
+            return [*blocks, copy], start + more
+        return blocks, start
 
     def allocate(self, count: int) -> list[int]:
         """New blocks, the last that were freed first."""
