@@ -24,9 +24,10 @@ ensure_sglang() {
     [ -x "$sglang_venv/bin/python" ] || "$python" -m venv "$sglang_venv"
     pip="$sglang_venv/bin/python -m pip install --quiet --quiet --disable-pip-version-check --no-compile"
     # shellcheck disable=SC2086 # several names
-    $pip --no-deps $sglang_alone >&2 || return 1
-    # shellcheck disable=SC2086
     $pip $sglang_packages -e . "pytest>=8.2" "pytest-timeout>=2.3" >&2 || return 1
+    # Last, since pip would complain of all that they ask for.
+    # shellcheck disable=SC2086
+    $pip --no-deps $sglang_alone >&2 || return 1
     site=$("$sglang_venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     cp tests/sglang_engine/stand_ins.py "$site/kvferry_stand_ins.py"
     echo 'import kvferry_stand_ins' >"$site/kvferry_stand_ins.pth"
@@ -36,6 +37,7 @@ ensure_sglang() {
 # Without compiled files SGLang takes twice as long to import.
 run_sglang_tests() {
     unset PYTHONDONTWRITEBYTECODE
+    export SGLANG_USE_CPU_ENGINE=1
     "$sglang_venv/bin/python" -m pytest -c tests/sglang_engine/pytest.ini --rootdir tests/sglang_engine \
         tests/sglang_engine "$@"
 }

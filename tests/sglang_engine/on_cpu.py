@@ -10,9 +10,10 @@ import torch
 
 def prepare() -> None:
     """Once, in the process that forks the engines, after SGLang's import."""
-    from sglang.srt.mem_cache.pool_host import mha
+    from sglang.srt.mem_cache.pool_host import base, common, mha
     from sglang.srt.mem_cache.pool_host import mla as mla_module
 
+    common._cuda_host_register = base._cuda_host_unregister = lambda *_: None
     mha.MHATokenToKVPoolHost.load_to_device_per_layer = _load_layer
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = _back_up
     mla_module.MLATokenToKVPoolHost.load_to_device_per_layer = _load_latents
