@@ -189,7 +189,7 @@ class IpcCarrier:
 
     def stop_landing(self, session: Session, number: int) -> None:
         """Answered when no copy of it is under way."""
-        self._reader.stop(session, number, partial(self._host.stop_landing, session, number))
+        self._reader.stop(session, number, lambda: self._post(partial(self._host.stop_landing, session, number)))
 
     def session_lost(self, session: Session) -> None:
         """Unmap the peer's caches once no copy runs. The peer may read on until it says that it does not."""
