@@ -87,8 +87,10 @@ class Run:
             self._pairs.append(self._pair(kind, starting))
         for pair in self._pairs:
             self._guarded(pair, lambda pair=pair: self._up(pair))
+        for pair in self._left():
+            self._guarded(pair, pair.warmed)
         self._say("all engines that start have started")
-        left = [pair for pair in self._pairs if self._of(pair)["error"] is None]
+        left = self._left()
         for number, pair in enumerate(left):
             clock = self._clock.part(1 / (len(left) - number))
             for engine in pair.engines:
@@ -120,10 +122,15 @@ class Run:
         return Pair(kind, *engines)
 
     def _up(self, pair: Pair) -> None:
-        """Wait until both are up, and warm."""
+        """Wait until both are up; they get warm while others start."""
         self._found["machine"] = pair.started(self._args.limit)
         self._say(f"{pair.kind} is up")
-        pair.warm(list(self._lengths.values()), self._args.limit)
+        for engine in pair.engines:
+            engine.clock = self._clock
+        pair.warm(list(self._lengths.values()))
+
+    def _left(self) -> list[Pair]:
+        return [pair for pair in self._pairs if self._of(pair)["error"] is None]
 
     def _guarded(self, pair: Pair, step: Any) -> None:
         """A kind that fails is told of, and ends."""

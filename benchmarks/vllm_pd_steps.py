@@ -12,6 +12,7 @@ from vllm_processes import Engine
 
 FIRST_SEED = 1000
 TOKEN_REPS = {"sequential": 3, "at_once": 2}
+WARM_S = 60.0
 SHUFFLED = 31, 32  # the seeds of either engine
 
 
@@ -39,19 +40,19 @@ class Pair:
         self._addresses = [found.pop("addresses", []) for found in (prefill, decode)]
         return prefill
 
-    def warm(self, lengths: list[int], most_s: float) -> None:
-        self.both("warm", within_s=most_s, lengths=lengths)
-
-    def both(self, op: str, *, within_s: float = 40.0, **arguments: Any) -> list[Any]:
-        """Ask both at once."""
+    def warm(self, lengths: list[int]) -> None:
+        """Let both compute prompts of these lengths, till `warmed`."""
         for engine in self.engines:
-            engine.begin(op, **arguments)
-        return [engine.answer(op, within_s) for engine in self.engines]
+            engine.begin("warm", lengths=lengths)
+
+    def warmed(self) -> None:
+        for engine in self.engines:
+            engine.answer("warm", WARM_S)
 
     def arrange(self, blocks: str) -> None:
         """Let free blocks be `fresh` or `shuffled` in both."""
-        self.both("settle", most_s=5.0)
         for engine, seed in zip(self.engines, SHUFFLED, strict=True):
+            engine.ask("settle", most_s=5.0)
             engine.ask("arrange", seed=seed if blocks == "shuffled" else None)
 
     def sequential(self, length: int, tokens: int = 1, *, asked: int | None = None) -> dict[str, Any]:
