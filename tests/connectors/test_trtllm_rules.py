@@ -99,30 +99,33 @@ def test_an_engine_is_caught_that_saves_what_is_not_computed(
         start().run(PROMPT)
 
 
-def test_blocks_that_are_given_back_while_they_are_saved(start: Start, frozen: Callable[[bool], None]) -> None:
-    """Ours has them kept; a connector that does not is caught."""
-    for mutant, caught in [(None, False), (trt_mutants.giving_blocks_back(), True)]:
-        prompt = [token + caught * 10_000 for token in PROMPT]
-        pair = {} if mutant is None else {"scheduler": mutant[0], "worker": mutant[1]}
-        engine = start(dataclasses.replace(KEEPS_NOTHING, max_tokens=64), **pair)
-        request = engine.submit(prompt)
+@pytest.mark.parametrize("mutant", [None, trt_mutants.giving_blocks_back, trt_mutants.ending_saves_at_once])
+def test_blocks_that_are_given_back_while_they_are_saved(
+    start: Start, frozen: Callable[[bool], None], mutant: Callable[[], Pair] | None
+) -> None:
+    """Ours has them kept until the server has read them; connectors that do not are caught."""
+    scheduler, worker = (None, None) if mutant is None else mutant()
+    engine = start(dataclasses.replace(KEEPS_NOTHING, max_tokens=64), scheduler=scheduler, worker=worker)
+    request = engine.submit(PROMPT)
+    engine.step()
+    wait_for_stores(engine)
+    frozen(True)
+    while request.state not in (State.SAVING, State.ENDED):
         engine.step()
-        wait_for_stores(engine)
-        frozen(True)
-        while request.state not in (State.SAVING, State.ENDED):
-            engine.step()
-        assert request.state is (State.ENDED if caught else State.SAVING)
-        stores = [store.job for store in engine.workers[0]._side._stores]
-        frozen(False)
-        engine.finish(request)
-        for job in stores:
-            job.wait(10)
-        engine.close()
-        if caught:
-            with pytest.raises(WrongKV, match="poison"):
-                start().run(prompt)
-        else:
-            assert start().run(prompt)[0].matched == 192
+    for _ in range(3):
+        engine.step()
+    assert request.state is (State.SAVING if mutant is None else State.ENDED)
+    stores = [store.job for store in engine.workers[0]._side._stores]
+    frozen(False)
+    engine.finish(request)
+    for job in stores:
+        job.wait(10)
+    engine.close()
+    if mutant is None:
+        assert start().run(PROMPT)[0].matched == 192
+    else:
+        with pytest.raises(WrongKV, match="poison"):
+            start().run(PROMPT)
 
 
 @pytest.mark.parametrize("partial", [False, True])

@@ -166,7 +166,7 @@ def test_one_that_cannot_be_stopped_ends_the_engine(
     monkeypatch.setattr("kvferry.connectors.trtllm.worker.GRACE_S", 0.01)
     worker = make()
     begin(worker, store(1))
-    with pytest.raises(DeadlineError):
+    with pytest.raises(DeadlineError, match="blocks of request 1, which has ended without a word"):
         begin(worker)
 
 

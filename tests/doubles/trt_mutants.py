@@ -63,6 +63,17 @@ def giving_blocks_back() -> Pair:
     return Scheduler, trtllm.KVFerryWorker
 
 
+def ending_saves_at_once() -> Pair:
+    """Says that the blocks of a request are saved when it is told that the request has ended."""
+
+    class Worker(trtllm.KVFerryWorker):
+        def get_finished(self, finished_gen_req_ids: Any, started_loading_req_ids: Any) -> Any:
+            super().get_finished(finished_gen_req_ids, started_loading_req_ids)
+            return list(finished_gen_req_ids), []
+
+    return trtllm.KVFerryScheduler, Worker
+
+
 def returning_from_failed_loads() -> Pair:
     class Worker(trtllm.KVFerryWorker):
         def start_load_kv(self, stream: Any) -> None:

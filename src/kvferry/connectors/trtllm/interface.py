@@ -58,8 +58,10 @@ def stream_handle(stream: Any) -> int | None:
 
 
 def current_stream() -> int | None:
-    """The handle of the stream on which torch works now; None without a GPU."""
-    return torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else None
+    """The handle of the stream on which torch works now; None where it has no GPU in use."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return torch.cuda.current_stream().cuda_stream
 
 
 def _mpi() -> Any:

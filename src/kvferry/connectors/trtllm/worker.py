@@ -69,8 +69,9 @@ class WorkerSide:
         The server writes once the work that `stream` has now is done. Blocks of earlier stores that the forward may
         overwrite have been read on return.
         """
-        self._let_go_of_blocks(self._going_on | self._kept)
+        going_on, self._going_on = self._going_on, frozenset()
         loads, self._loads = self._loads, ()
+        self._let_go_of_blocks(going_on | self._kept)
         jobs: list[tuple[LoadPlan, Job[RetrieveResult]]] = []
         try:
             for load in loads:
@@ -156,7 +157,7 @@ class WorkerSide:
             try:
                 store.job.wait(max(0.0, until - self._clock()))
             except DeadlineError:
-                store.job.cancel(GRACE_S)  # raises where the server may still read what is overwritten next
+                _stop(store)
             except KVFerryError as error:
                 self._tell(error)
         self._end_stores()
@@ -167,6 +168,17 @@ class WorkerSide:
         if kind not in self._told:
             self._told.add(kind)
             _LOG.warning("a store failed, so its KV is not kept: %s", error)
+
+
+def _stop(store: _Store) -> None:
+    """Raises DeadlineError where the server may still read what is overwritten next, and keep what it reads."""
+    try:
+        store.job.cancel(GRACE_S)
+    except DeadlineError as error:
+        raise DeadlineError(
+            f"the cache server hangs, and may still read blocks of request {store.plan.request_id}, which has ended "
+            f"without a word; the next forward would overwrite them under it ({error}). Restart the server"
+        ) from error
 
 
 def _broken(load: LoadPlan, error: Exception) -> KVFerryError:
