@@ -21,7 +21,7 @@ from vllm_engine.api_zygote import PID
 from vllm_engine.peers import connector
 from vllm_engine.processes import HERE, eventually
 
-START_S = 300
+START_S = 600
 OPTIONS: dict[str, str] = {
     "--host": "127.0.0.1",
     "--dtype": "float32",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import statistics
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -233,3 +236,21 @@ def post(url: str, path: str, body: dict[str, Any]) -> Any:
     data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(f"{url}{path}", data, kind), timeout=100) as reply:
         return json.loads(reply.read())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_example(talking: Path) -> None:
+    """`examples/pd/run.py` starts all three, asks, and leaves nobody behind."""
+    script = Path(__file__).parents[2] / "examples" / "pd" / "run.py"
+    words = [str(talking), "--port", "0", "--ask", "the ferry leaves at nine and ten", "--"]
+    words += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--block-size", "32"]
+    done = subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=1700, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = Path(re.findall(r"logs: (\S+)", done.stdout)[0])
+    assert "answer: '" in done.stdout
+    assert "tried again" not in (folder / "router.log").read_text()
+    words_of = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in words_of if str(talking).encode() in line and b"--kv-transfer-config" in line]
