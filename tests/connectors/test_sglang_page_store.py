@@ -20,7 +20,7 @@ from kvferry.connectors.sglang.staging import Staging
 from kvferry.errors import LayoutError
 from serving.process import Stage, eventually
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 2.0
 
 
 class Rank:

@@ -22,7 +22,7 @@ KEYS = hashes("x", 6)
 
 
 def config(url: str, *, rank: int = 0, size: int = 1, mla: bool = False, **extra: Any) -> SimpleNamespace:
-    settings = {"interface_v1": 1, "url": url, "model_id": "m@1", "staging_bytes": 1 << 20, "answer_timeout_s": 0.5}
+    settings = {"interface_v1": 1, "url": url, "model_id": "m@1", "staging_bytes": 1 << 20, "answer_timeout_s": 3.0}
     return SimpleNamespace(
         tp_rank=rank,
         tp_size=size,
