@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import torch
@@ -27,3 +28,9 @@ def llama(folder: Path, seed: int = 7) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    """The tokens of prompt number `seed`; prompts of one seed are prefixes of each other."""
+    source = random.Random(seed)
+    return [source.randrange(5, VOCAB) for _ in range(num_tokens)]

@@ -77,6 +77,14 @@ class Stage:
             "unified_cache_external_linker_config": config,
         }
 
+    def route(self, name: str, **extra: Any) -> dict[str, Any]:
+        """The arguments of either way, "hicache" or "linker"."""
+        return self.hicache(**extra) if name == "hicache" else self.linker(**extra)
+
+    def wait_for_pages(self, count: int) -> None:
+        """Return when the server has so many pages, of all ranks together."""
+        processes.eventually(lambda: self.server.stats()["chunks"] >= count, 60)
+
     def engine(self, *, model: Path | None = None, **arguments: Any) -> Engine:
         """An engine; without a route's arguments it has nothing to do with KVferry."""
         engine = self._zygote.start(

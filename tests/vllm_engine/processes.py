@@ -160,6 +160,10 @@ class Server:
         """Start again after `kill`, where it was."""
         self._process = self._zygote.serve(self._log, self._arguments)
 
+    def pause(self) -> None:
+        """It lives, and does nothing until `resume`."""
+        self._process.signal(signal.SIGSTOP)
+
     def resume(self) -> None:
         self._process.signal(signal.SIGCONT)
 
