@@ -172,9 +172,9 @@ class Router(Child):
                 return float(line.split()[-1])
         raise KeyError(name)
 
-    def await_measure(self, name: str, value: float) -> None:
+    def await_measure(self, name: str, value: float, *, or_more: bool = False) -> None:
         """What is counted when a request has ended is counted a moment after its answer."""
-        eventually(lambda: self.measure(name) == value)
+        eventually(lambda: self.measure(name) == value or (or_more and self.measure(name) > value))
 
 
 class Fleet:

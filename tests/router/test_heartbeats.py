@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from router.fleet import Fleet, Router, eventually
+from router.fleet import Engine, Fleet, Router, eventually
 
 QUICK = ("--engine-timeout", "2")
 
@@ -78,6 +78,31 @@ def test_an_engine_that_is_leaving_is_asked_no_more_and_may_end_what_it_does(fle
     assert router.post().status_code == 503
 
 
+def test_an_engine_is_asked_once_its_server_answers(fleet: Fleet) -> None:
+    """Engines say that they are there before they listen, and an engine's server may die before what beats."""
+    decode, router = fleet.engine("d"), fleet.router("--heartbeat", ":0", *QUICK)
+    decode.tell(healthy=False)
+    decode.beat(router, "D")
+    router.await_measure('heartbeats_total{outcome="taken"}', 5, or_more=True)
+    assert router.engines() == (0, 0)
+    decode.tell(healthy=True)
+    router.await_engines(0, 1)
+    beats_for = fleet.engine("other")
+    beats_for.tell(beat={"address": router.heartbeat, "maps": [_beat_of(decode)], "period_s": 0.1})
+    decode.kill()
+    assert router.post().status_code == 503
+    before = router.measure('heartbeats_total{outcome="taken"}')
+    router.await_measure('heartbeats_total{outcome="taken"}', before + 5, or_more=True)
+    assert router.engines() == (0, 0)
+    fleet.engine("d2", decode.port)
+    router.await_engines(0, 1)
+    assert router.post().json()["engine"] == "d2"
+
+
+def _beat_of(engine: Engine) -> dict[str, object]:
+    return {"type": "D", "http_address": engine.http, "zmq_address": engine.kv, "kvferry": 1}
+
+
 def test_a_router_that_was_killed_knows_its_engines_again_a_moment_after_its_start(fleet: Fleet) -> None:
     prefill, decode, router = fleet.engine("p"), fleet.engine("d"), fleet.router("--heartbeat", ":0")
     prefill.beat(router, "P")
@@ -140,7 +165,7 @@ def test_no_more_engines_than_it_may_have(fleet: Fleet, dealer: zmq.Socket[bytes
     for port in range(1, 50):
         dealer.send(msgspec.msgpack.encode({"type": "P", "http_address": f"h:{port}", "zmq_address": "h:1"}))
     router.await_measure('heartbeats_total{outcome="no_room"}', 47)
-    assert router.engines() == (2, 1)
+    assert router.engines() == (0, 1)  # nobody answers at the others' addresses
 
 
 def test_a_flood_of_garbage_does_not_keep_requests_away(fleet: Fleet, dealer: zmq.Socket[bytes]) -> None:

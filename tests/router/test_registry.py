@@ -16,35 +16,60 @@ GIVEN = [address("P", 101), address("D", 101)]
 ENGINES = st.builds(address, st.sampled_from("PD"), st.integers(1, 3), kv=st.integers(1, 2)) | st.sampled_from(GIVEN)
 
 
-def test_an_engine_is_there_until_it_was_silent_for_too_long() -> None:
+def heard(registry: Registry, one: EngineAddress, now: float) -> bool | None:
+    return registry.beat(Heartbeat(one, False), now)
+
+
+def test_an_engine_is_there_once_it_answers_until_it_was_silent_for_too_long() -> None:
     registry = Registry(TIMEOUT_S, MAX_ENGINES)
     one = address("D", 1)
-    assert registry.heard(one, 100.0) is True
-    assert registry.heard(one, 103.0) is False
+    assert heard(registry, one, 100.0) is True
+    assert registry.up(Role.DECODE) == []
+    assert registry.to_probe() == [one]
+    assert registry.answered(one.key, 101.0) is True
+    assert registry.answered(one.key, 102.0) is False
+    assert registry.to_probe() == []
+    assert heard(registry, one, 103.0) is False
     assert registry.expire(112.9) == []
     assert [engine.address for engine in registry.up(Role.DECODE)] == [one]
     assert registry.expire(113.0) == [one.key]
     assert registry.up(Role.DECODE) == []
     assert registry.expire(120.0) == []
     assert len(registry) == 0
+    assert registry.answered(one.key, 121.0) is False
+
+
+def test_an_answer_is_no_heartbeat_but_of_those_that_send_none() -> None:
+    registry = Registry(TIMEOUT_S, MAX_ENGINES)
+    beats, given = address("D", 1), address("D", 2)
+    registry.give(given, 0.0)
+    heard(registry, beats, 0.0)
+    for one in (beats, given):
+        registry.answered(one.key, 9.0)
+    assert registry.expire(11.0) == [beats.key]
+    assert [engine.address for engine in registry.up(Role.DECODE)] == [given]
+    assert registry.to_probe() == [given]
 
 
 def test_an_engine_that_moved_its_ranks_is_another() -> None:
     registry = Registry(TIMEOUT_S, MAX_ENGINES)
-    registry.heard(address("P", 1), 0.0)
+    heard(registry, address("P", 1), 0.0)
+    registry.answered(address("P", 1).key, 0.0)
     (before,) = registry.up(Role.PREFILL)
-    registry.heard(address("P", 1, kv=2), 1.0)
+    assert heard(registry, address("P", 1, kv=2), 1.0) is True
     (after,) = registry.up(Role.PREFILL)
     assert (after.address.kv, after.serial > before.serial) == (("10.0.0.1:5000", "10.0.0.1:5001"), True)
 
 
-def test_an_engine_that_nobody_could_reach_is_another_when_it_is_heard_again() -> None:
+def test_an_engine_that_nobody_could_reach_is_another_when_it_answers_again() -> None:
     registry = Registry(TIMEOUT_S, MAX_ENGINES)
-    registry.heard(address("P", 1), 0.0)
+    heard(registry, address("P", 1), 0.0)
+    registry.answered(address("P", 1).key, 0.0)
     (before,) = registry.up(Role.PREFILL)
     registry.suspect(before.key)
+    assert heard(registry, address("P", 1), 1.0) is False
     assert registry.up(Role.PREFILL) == []
-    assert registry.heard(address("P", 1), 1.0) is True
+    assert registry.answered(before.key, 1.0) is True
     (after,) = registry.up(Role.PREFILL)
     assert after.serial != before.serial
 
@@ -52,39 +77,49 @@ def test_an_engine_that_nobody_could_reach_is_another_when_it_is_heard_again() -
 def test_data_parallel_ranks_at_one_address_are_engines_of_their_own() -> None:
     registry = Registry(TIMEOUT_S, MAX_ENGINES)
     for rank in (0, 1):
-        registry.heard(address("D", 1, dp_rank=rank), 0.0)
+        one = address("D", 1, dp_rank=rank)
+        heard(registry, one, 0.0)
+        registry.answered(one.key, 0.0)
     assert [engine.key.dp_rank for engine in registry.up(Role.DECODE)] == [0, 1]
 
 
 class RegistryMachine(RuleBasedStateMachine):
-    """Engines come, beat, leave, are suspected and fall silent."""
+    """Engines come, beat, answer, leave, are suspected and fall silent."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
         self.registry = Registry(TIMEOUT_S, MAX_ENGINES)
+        self.given = {one.key for one in GIVEN}
         self.heard_at: dict[EngineKey, float] = {}
-        self.kv: dict[EngineKey, EngineAddress] = {one.key: one for one in GIVEN}
+        self.addresses: dict[EngineKey, EngineAddress] = {}
         self.up: set[EngineKey] = set()
         for one in GIVEN:
             self.registry.give(one, self.now)
-            self.heard_at[one.key] = self.now
+            self.heard_at[one.key], self.addresses[one.key] = self.now, one
 
     @rule(one=ENGINES, leaving=st.booleans())
     def beat(self, one: EngineAddress, leaving: bool) -> None:
-        is_given = one.key in {each.key for each in GIVEN}
-        came = self.registry.beat(Heartbeat(one, leaving), self.now)
+        new = self.registry.beat(Heartbeat(one, leaving), self.now)
         if leaving:
-            assert came is False
+            assert new is False
             self.up.discard(one.key)
-            if not is_given:
+            if one.key not in self.given:
                 self.heard_at.pop(one.key, None)
         elif one.key not in self.heard_at and len(self.heard_at) - len(GIVEN) >= MAX_ENGINES:
-            assert came is None
+            assert new is None
         else:
-            assert came is (one.key not in self.up)
-            self.heard_at[one.key], self.kv[one.key] = self.now, one
+            assert new is (one.key not in self.heard_at or self.addresses[one.key] != one)
+            self.heard_at[one.key], self.addresses[one.key] = self.now, one
+
+    @rule(one=ENGINES)
+    def answered(self, one: EngineAddress) -> None:
+        came = self.registry.answered(one.key, self.now)
+        assert came is (one.key in self.heard_at and one.key not in self.up)
+        if one.key in self.heard_at:
             self.up.add(one.key)
+        if one.key in self.given:
+            self.heard_at[one.key] = self.now
 
     @rule(one=ENGINES)
     def suspect(self, one: EngineAddress) -> None:
@@ -97,18 +132,19 @@ class RegistryMachine(RuleBasedStateMachine):
         lost = set(self.registry.expire(self.now))
         silent = {key for key, at in self.heard_at.items() if self.now - at >= TIMEOUT_S}
         assert lost <= silent
-        assert silent & self.up <= lost
-        self.up -= silent
-        for key in silent - {each.key for each in GIVEN}:
+        assert silent & self.up <= lost | self.given
+        self.up -= lost
+        for key in silent - self.given:
             del self.heard_at[key]
 
     @invariant()
     def it_has_those_that_were_heard(self) -> None:
         found = [engine for role in Role for engine in self.registry.up(role)]
         assert {engine.key for engine in found} == self.up
-        assert all(engine.address == self.kv[engine.key] for engine in found)
+        assert all(engine.address == self.addresses[engine.key] for engine in found)
         assert len({engine.serial for engine in found}) == len(found)
-        assert [one.key for one in self.registry.given()] == [one.key for one in GIVEN]
+        to_probe = {one.key for one in self.registry.to_probe()}
+        assert to_probe == self.given | (set(self.heard_at) - self.up)
         assert len(self.registry) == len(self.heard_at) <= MAX_ENGINES + len(GIVEN)
 
 

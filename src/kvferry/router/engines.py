@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ class Engines:
         self._probe_s = min(_MAX_PROBE_S, config.engine_timeout_s / 4)
         self._calls = calls
         self._measures = measures
+        self._new_one = asyncio.Event()
         self._registry = Registry(config.engine_timeout_s, config.max_engines)
         for address in given_engines(config):
             self._registry.give(address, time.monotonic())
@@ -53,8 +55,8 @@ class Engines:
         self._measures.count("heartbeats", "no_room" if came is None else "taken")
         if heartbeat.leaving:
             _LOG.info("%s is leaving", key)
-        elif came:
-            self._joined(heartbeat.address)
+        if came:
+            self._new_one.set()
 
     def garbage(self) -> None:
         """Something else came where heartbeats are heard."""
@@ -78,11 +80,21 @@ class Engines:
             await asyncio.sleep(min(_LOOK_S, self._timeout_s / 4))
 
     async def probe(self) -> None:
-        """Ask those of the configuration for their health, until it is cancelled."""
-        while True:
-            await asyncio.gather(
-                *(self._probe(address) for address in self._registry.given()), asyncio.sleep(self._probe_s)
-            )
+        """Ask for the health of those of whom it is not known, until it is cancelled."""
+        going_on: dict[EngineKey, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._new_one.clear()
+                going_on = {key: task for key, task in going_on.items() if not task.done()}
+                for address in self._registry.to_probe():
+                    if address.key not in going_on:
+                        going_on[address.key] = asyncio.create_task(self._probe(address))
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._new_one.wait(), self._probe_s)
+        finally:
+            for task in going_on.values():
+                task.cancel()
+            await asyncio.gather(*going_on.values(), return_exceptions=True)
 
     def counts(self) -> Mapping[str, int]:
         """How many of each kind are up."""
@@ -95,9 +107,6 @@ class Engines:
         except (CallFailedError, asyncio.TimeoutError) as error:
             _LOG.debug("%s has no health: %s", address.key, error)
             return
-        if head.status == 200 and self._registry.heard(address, time.monotonic()):
-            self._joined(address)
-
-    def _joined(self, address: EngineAddress) -> None:
-        _LOG.info("%s has come", address.key, extra={"kv": address.kv, "legacy": address.legacy})
-        self._measures.count("engines_joined", address.key.role.name.lower())
+        if head.status == 200 and self._registry.answered(address.key, time.monotonic()):
+            _LOG.info("%s has come", address.key, extra={"kv": address.kv, "legacy": address.legacy})
+            self._measures.count("engines_joined", address.key.role.name.lower())

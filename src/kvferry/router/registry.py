@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvferry.router.addresses import EngineAddress, EngineKey, Role
 from kvferry.router.heartbeat import Heartbeat
@@ -31,12 +31,16 @@ class Engine:
 class _State:
     engine: Engine
     heard_at: float
-    up: bool
-    silent: bool = field(default=False)  # it was reported as lost
+    up: bool = False
+    silent: bool = False  # it was reported as lost
 
 
 class Registry:
-    """All engines, by key. Not for several threads."""
+    """All engines, by key. Not for several threads.
+
+    An engine is up, which is to say that it may be asked, once its HTTP server was seen to answer: engines say that
+    they are there before it does, and where it is gone they may go on saying so.
+    """
 
     def __init__(self, timeout_s: float, max_engines: int) -> None:
         """`timeout_s` is how long an engine may say nothing; `max_engines` bounds those that come by heartbeat."""
@@ -49,31 +53,39 @@ class Registry:
         return len(self._states)
 
     def give(self, address: EngineAddress, now: float) -> None:
-        """Add an engine of the configuration, which is up once it was heard."""
-        self._states[address.key] = _State(self._new(address, given=True), now, up=False)
+        """Add an engine of the configuration."""
+        self._states[address.key] = _State(self._new(address, given=True), now)
 
-    def heard(self, address: EngineAddress, now: float) -> bool | None:
-        """An engine lives: whether it was not up before; None where there is no room for one more."""
+    def beat(self, heartbeat: Heartbeat, now: float) -> bool | None:
+        """An engine lives, or is leaving: whether it is a new one; None where there is no room for one more."""
+        address = heartbeat.address
+        if heartbeat.leaving:
+            self._forget(address.key)
+            return False
         state = self._states.get(address.key)
         if state is None:
             if sum(not each.engine.given for each in self._states.values()) >= self._max_engines:
                 return None
-            self._states[address.key] = _State(self._new(address, given=False), now, up=True)
+            self._states[address.key] = _State(self._new(address, given=False), now)
             return True
-        if state.engine.address != address:
-            state.engine = self._new(address, given=state.engine.given)
-        came, state.heard_at, state.up, state.silent = not state.up, now, True, False
+        state.heard_at, state.silent = now, False
+        if state.engine.address == address:
+            return False
+        state.engine = self._new(address, given=state.engine.given)
+        return True
+
+    def answered(self, key: EngineKey, now: float) -> bool:
+        """An engine's HTTP server answers: whether it was not up before. One that is given is heard in no other way."""
+        state = self._states.get(key)
+        if state is None:
+            return False
+        if state.engine.given:
+            state.heard_at, state.silent = now, False
+        came, state.up = not state.up, True
         return came
 
-    def beat(self, heartbeat: Heartbeat, now: float) -> bool | None:
-        """As `heard`; one that is leaving is forgotten, and none of those that came."""
-        if not heartbeat.leaving:
-            return self.heard(heartbeat.address, now)
-        self._forget(heartbeat.address.key)
-        return False
-
     def suspect(self, key: EngineKey) -> None:
-        """Ask an engine no more until it is heard again: nobody answered at its address."""
+        """Ask an engine no more until it was seen to answer again: nobody was at its address."""
         state = self._states.get(key)
         if state is not None and state.up:
             state.engine = self._new(state.engine.address, given=state.engine.given)
@@ -93,9 +105,9 @@ class Registry:
         """Those that may be asked, the ones first that were there first."""
         return [each.engine for key, each in self._states.items() if key.role is role and each.up]
 
-    def given(self) -> list[EngineAddress]:
-        """Those of the configuration, up or not."""
-        return [each.engine.address for each in self._states.values() if each.engine.given]
+    def to_probe(self) -> list[EngineAddress]:
+        """Those whose health has to be looked at: all that are given, and of the others those that are not up."""
+        return [each.engine.address for each in self._states.values() if each.engine.given or not each.up]
 
     def _forget(self, key: EngineKey) -> None:
         state = self._states.get(key)
