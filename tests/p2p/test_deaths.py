@@ -88,7 +88,7 @@ def test_restarted_on_the_same_port(sides: Sides, carrier: str) -> None:
 
 def test_a_receiver_that_stops_while_its_lease_runs_out(sides: Sides) -> None:
     """The sender pushes, so it stops by itself; when the receiver goes on it finds nothing of it."""
-    sender = sides.start(caches={**BIG, "seed": 1}, lease_s=1.5, heartbeat_s=20)
+    sender = sides.start(caches={**BIG, "seed": 1}, lease_s=4.0, heartbeat_s=20)
     receiver = sides.start(caches={**BIG, "seed": 2}, heartbeat_s=20)
     begin(sender, receiver, "t")
     os.kill(receiver.pid, signal.SIGSTOP)

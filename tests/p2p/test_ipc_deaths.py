@@ -31,7 +31,7 @@ def stopped_reader(sides: Sides, *, lease_s: float, heartbeat_s: float) -> tuple
 
 def test_a_reader_that_stops_while_its_lease_runs_out(sides: Sides) -> None:
     """Its blocks are kept and counted, until it says that it has stopped; others are served meanwhile."""
-    sender, reader, before = stopped_reader(sides, lease_s=2.0, heartbeat_s=30)
+    sender, reader, before = stopped_reader(sides, lease_s=4.0, heartbeat_s=30)
     bystander = sides.start(caches={**SHARED, "seed": 3}, heartbeat_s=30)
     eventually(lambda: sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 1, 20)
     send_and_check(sender, bystander, "other")

@@ -220,6 +220,23 @@ def test_before_the_session_is_up_nothing_counts(make: Make, context: Any) -> No
         assert one.hear().code == "protocol"
 
 
+def test_a_beat_that_is_faster_than_the_link(make: Make, context: Any) -> None:
+    """The side that sees the link come up first begins to beat; nothing else may come as early."""
+    engine = make()
+    with stranger(context, engine) as one:
+        welcome = one.greet()
+        one.say(Beat())
+        with socket.create_connection(("127.0.0.1", welcome.link_port)) as link:
+            link.sendall(welcome.ticket)
+            assert link.recv(1) == b"\1"
+            assert list(engine.stats()["peers"]) == ["me"]
+    with stranger(context, engine) as one:
+        one.say(Hello(oldest=1, version=1, nonce=os.urandom(32)))
+        one.peer = one.hear().sender
+        one.say(Beat())
+        assert one.hear().code == "protocol"
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"garbage", b"\x81\xa4type\xa5hello", b"\xc1" * 1000, b"\xdd\xff\xff\xff\xff", b"\x00" * 300_000]
 )

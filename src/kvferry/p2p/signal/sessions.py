@@ -208,6 +208,8 @@ class Sessions:
                 self.end(session, PeerGoneError(message.code, f"{session!r}: {message.text}"))
             elif isinstance(message, Hello | Challenge | Introduce | Welcome):
                 self._greet(session, message)
+            elif isinstance(message, Beat) and session.state is State.LINKING:
+                pass  # the peer has seen the link come up, of which this side is still to hear
             elif session.state is not State.UP:
                 raise TransferError("protocol", f"a {type(message).__name__} before the session was up")
             elif not isinstance(message, Beat):
