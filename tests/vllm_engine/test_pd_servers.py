@@ -39,8 +39,10 @@ def api_zygote() -> Iterator[ApiZygote]:
 
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of `reference`, with a tokenizer, which servers want."""
-    return models.with_tokenizer(models.llama(tmp_path_factory.mktemp("talking")))
+    """The model of `reference`, with a tokenizer, which servers want, and a form of conversations."""
+    folder = models.with_tokenizer(models.llama(tmp_path_factory.mktemp("talking")))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    return folder
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_a_chat(deploy: Any) -> None:
     body |= {
         "messages": [{"role": "user", "content": "the ferry leaves at nine and ten unless wind is from north " * 9}]
     }
-    body |= {"chat_template": "{% for m in messages %}{{ m.content }} {% endfor %}", "return_token_ids": True}
+    body["return_token_ids"] = True
     found = [post(url, "/v1/chat/completions", body) for url in (deployment.router.url, deployment.decodes[0].url)]
     tokens = [one["choices"][0]["token_ids"] for one in found]
     assert tokens[0] == tokens[1]
