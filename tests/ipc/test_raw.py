@@ -95,6 +95,21 @@ def test_for_kernels_of_another_device(double: FakeDriver, exporter: Child) -> N
         wrapper.to_tensor_for(1)
 
 
+def test_memory_of_a_device_that_only_its_exporter_sees(exporter: Child) -> None:
+    """Engines often see one GPU each; the driver opens such a handle all the same."""
+    exported = exporter.call("wrap", name="w", memory="pool", start=0, dtype="int8", shape=[64], seed=2)
+    with installed((1,)) as blind, opened(exported) as wrapper:
+        assert device_uuid(0) != wrapper.device_uuid
+        with pytest.raises(UnknownDeviceError):
+            wrapper.to_tensor()
+        tensor = wrapper.to_tensor_for(0)
+        assert digest(tensor) == exported["digest"]
+        del tensor
+        wrapper.close()
+        process_table().mappings.drain()
+        assert blind.fake.open_mappings == 0
+
+
 def test_for_kernels_of_another_device_in_its_own_process(double: FakeDriver) -> None:
     with RawCudaIPCWrapper(local(4096)) as exported:
         again = changed(exported)

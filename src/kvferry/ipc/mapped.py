@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from kvferry.cuda.device import bound, ordinal_of
+from kvferry.cuda.device import bound, device_uuid, ordinal_of
 from kvferry.cuda.driver import driver
 from kvferry.cuda.memory import MemoryKind, PointerInfo, pointer_info
 from kvferry.errors import MappingBoundsError, StaleHandleError, UnsupportedMemoryError
@@ -90,16 +90,15 @@ class MappedIPCWrapper(DeviceIPCWrapper):
         return self._open_for(None)
 
     def _open_for(self, reader: int | None) -> torch.Tensor:
-        """Map the memory in the context of the device `reader`, by default that which it lies on."""
+        """Map the memory in the context of the device `reader`, by default that which it lies on, which is seen here."""
         descriptor = self._described(MappedDescriptor)
-        home = ordinal_of(descriptor.device_uuid)
-        device = home if reader is None else reader
         table = process_table()
         handle = descriptor.mapping_handle()
         if descriptor.exporter == table.token:
             return _alias(descriptor, table.exports.get(handle))
-        if device != home:
-            handle += b"@%d" % device  # each context has a mapping of its own
+        device = ordinal_of(descriptor.device_uuid) if reader is None else reader
+        if reader is not None and device_uuid(reader) != descriptor.device_uuid:
+            handle += b"@%d" % reader  # each context has a mapping of its own
         key = MappingKey(descriptor.exporter, descriptor.buffer_id, handle)
         ref = table.mappings.acquire(key, partial(self._map, device))
         try:

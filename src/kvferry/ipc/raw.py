@@ -74,9 +74,10 @@ class RawCudaIPCWrapper(MappedIPCWrapper):
     def to_tensor_for(self, reader: int) -> torch.Tensor:
         """As `to_tensor`, for kernels of the device with that number in this process, which need not be the memory's.
 
-        A GPU reaches another's memory over NVLink or PCIe where the handle was opened in its own context; enabling peer
-        access between contexts does not let kernels reach what was opened in the other one. To torch the tensor is on
-        `reader` then. In the exporting process it is the memory itself, on its own device, which `reader` is let reach.
+        That one need not be visible here. A GPU reaches another's memory over NVLink or PCIe where the handle was
+        opened in its own context; enabling peer access between contexts does not let kernels reach what was opened in
+        the other one. To torch the tensor is on `reader` then. In the exporting process it is the memory itself, on its
+        own device, which `reader` is let reach.
 
         Raises ShareError; and CudaError where the two GPUs are not connected.
         """
@@ -85,8 +86,7 @@ class RawCudaIPCWrapper(MappedIPCWrapper):
                 raise ShareError(f"{self!r} is closed: call to_tensor_for() before close()")
         tensor = self._open_for(reader)
         self._opened = True
-        home = ordinal_of(self.device_uuid)
-        if home != reader and self._descriptor.exporter == process_table().token:
+        if self._descriptor.exporter == process_table().token and (home := ordinal_of(self.device_uuid)) != reader:
             enable_peer_access(reader, home)
         return tensor
 
