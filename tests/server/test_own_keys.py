@@ -160,3 +160,28 @@ def test_what_are_no_hashes_is_refused(bad: list[str]) -> None:
 def test_half_a_key_is_refused() -> None:
     with pytest.raises(ValueError, match="33 bytes of keys"):
         ChunkKeys(b"0" * 33)
+
+
+def test_parts_that_stand_for_themselves_come_back_from_disk(tmp_path: Path) -> None:
+    """The end of a prompt came before its beginning, on disk, too; and what goes on from the middle joins the chain."""
+    path, disk = str(tmp_path / "kv.sock"), str(tmp_path / "disk")
+    config = ServerConfig(socket_path=path, memory_bytes=8 << 20, device="cpu", disk_path=disk, disk_bytes=64 << 20)
+    with CacheServer(config):
+        first = Engine(f"unix://{path}", "a")
+        eventually(lambda: first.client.stats()["memory_bytes"] >= 8 << 20)
+        first.number()
+        first.store(keys("x", 3, 6), [3, 4, 5])
+        first.store(keys("x", stop=3), [0, 1, 2])
+        first.store(keys("x", 5), [5, 6, 7], start_page=1)
+        assert first.store(keys("x"), list(range(8))) == (0, 3, 5)  # two chains: the first ends
+        eventually(lambda: first.client.stats()["disk_chunks"] >= 8, 20)
+        first.client.close()
+    with CacheServer(config):
+        second = Engine(f"unix://{path}", "b")
+        eventually(lambda: second.client.lookup("r", keys("x"), wait_s=5).tokens == 3 * PAGE, 20)
+        eventually(lambda: second.client.lookup("s", keys("x", 3), wait_s=5).tokens == 5 * PAGE, 20)
+        assert second.fetch(keys("x"), [0, 1, 2]) == 3
+        assert second.fetch(keys("x", 3), [3, 4, 5, 6, 7]) == 5
+        assert second.values(*range(8)) == [100, 101, 102, 103, 104, 105, 106, 107]
+        assert second.fetch(keys("x", 6), [10, 11]) == 2
+        second.client.close()
