@@ -54,20 +54,19 @@ def connectors(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def environment(kind: str, number: int, *, cpu: bool) -> dict[str, str]:
-    """Of the engine on GPU `number`. Carrier ipc must see the GPU that it reads from; an engine's own comes first."""
+    """Of the engine on GPU `number`, which is the only one that it sees."""
     if cpu:
         return {"VLLM_CPU_OMP_THREADS_BIND": str(number % (os.cpu_count() or 1))}
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[:2]
     if len(gpus) < 2:
         raise Failure(f"two GPUs are needed; CUDA_VISIBLE_DEVICES is {gpus[0]!r}")
-    own, other = gpus[number], gpus[1 - number]
     if kind != "nixl":
-        return {"CUDA_VISIBLE_DEVICES": f"{own},{other}"}
+        return {"CUDA_VISIBLE_DEVICES": gpus[number]}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     nixl = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": port}
-    return {"CUDA_VISIBLE_DEVICES": own, **nixl}
+    return {"CUDA_VISIBLE_DEVICES": gpus[number], **nixl}
 
 
 class Run:
