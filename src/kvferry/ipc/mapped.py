@@ -90,7 +90,7 @@ class MappedIPCWrapper(DeviceIPCWrapper):
         return self._open_for(None)
 
     def _open_for(self, reader: int | None) -> torch.Tensor:
-        """Map the memory in the context of the device `reader`, by default that which it lies on, which is seen here."""
+        """Map the memory in the context of the device `reader`, by default that on which it lies."""
         descriptor = self._described(MappedDescriptor)
         table = process_table()
         handle = descriptor.mapping_handle()
