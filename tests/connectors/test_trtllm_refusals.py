@@ -100,6 +100,7 @@ def test_shapes_of_models() -> None:
         ({"num_key_value_heads": [8, 4]}, r"num_key_value_heads is \[8, 4\]"),
         ({"hidden_size": None}, "none of head_dim"),
         ({"vision_config": {"a": 1}}, "no tokens"),
+        ({"is_encoder_decoder": True}, "no tokens"),
         ({"layers_block_type": ["mamba"]}, "states"),
     ],
 )

@@ -16,7 +16,14 @@ _NAMES = {
     "hidden": ("hidden_size", "n_embd"),
 }
 # Inputs other than tokens, of which a connector is not told reliably; layers that have states in place of KV.
-_FOREIGN_INPUTS = ("vision_config", "audio_config", "vision_tower", "mm_projector_type", "speech_config")
+_FOREIGN_INPUTS = (
+    "vision_config",
+    "audio_config",
+    "speech_config",
+    "vision_tower",
+    "mm_projector_type",
+    "is_encoder_decoder",
+)
 _STATES = ("ssm_cfg", "mamba_d_state", "hybrid_override_pattern", "layers_block_type", "linear_attn_config")
 
 
