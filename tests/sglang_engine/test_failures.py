@@ -13,14 +13,14 @@ from vllm_engine.processes import Engine, eventually
 
 pytestmark = pytest.mark.full
 ROUTES = ["hicache", "linker"]
-ASKED = prompt(1, 400)
+ASKED, NUM_TOKENS = prompt(1, 400), 16
 
 
 def started(stage: Stage, name: str) -> tuple[Engine, list[list[int]]]:
     """An engine whose own caches are empty, and the tokens of ASKED, whose KV the server has."""
     stage.serve()
     engine = stage.engine(**stage.route(name))
-    tokens = engine.generate([ASKED])["tokens"]
+    tokens = engine.generate([ASKED], NUM_TOKENS)["tokens"]
     stage.wait_for_pages(25)
     engine.call("flush")
     return engine, tokens
@@ -30,7 +30,7 @@ def test_a_server_killed_in_the_middle_of_requests_costs_a_recompute(stage: Stag
     engine, tokens = started(stage, "hicache")
     source = random.Random(0)
     for _ in range(6):
-        engine.send({"op": "generate", "prompts": [ASKED]})
+        engine.send({"op": "generate", "prompts": [ASKED], "max_tokens": NUM_TOKENS})
         time.sleep(source.uniform(0.0, 0.06))  # some moment of the request
         stage.server.kill()
         assert engine.reply(90)["tokens"] == tokens
@@ -45,7 +45,7 @@ def test_a_server_killed_in_the_middle_of_a_load_gives_right_tokens_or_an_error(
     engine, tokens = started(stage, "linker")
     source = random.Random(0)
     for _ in range(6):
-        engine.send({"op": "generate", "prompts": [ASKED]})
+        engine.send({"op": "generate", "prompts": [ASKED], "max_tokens": NUM_TOKENS})
         time.sleep(source.uniform(0.0, 0.06))
         stage.server.kill()
         assert _answer(engine) in (tokens, "aborted")
@@ -76,11 +76,11 @@ def test_a_server_that_hangs_is_waited_for_once(stage: Stage, name: str) -> None
     engine, tokens = started(stage, name)
     stage.server.pause()
     try:
-        first = engine.generate([ASKED])
+        first = engine.generate([ASKED], NUM_TOKENS)
         assert (first["tokens"], first["cached"]) == (tokens, [0])
         assert first["seconds"] < 15
         engine.call("flush")
-        second = engine.generate([ASKED])
+        second = engine.generate([ASKED], NUM_TOKENS)
         assert second["tokens"] == tokens
         assert second["seconds"] < 15
     finally:
@@ -88,7 +88,7 @@ def test_a_server_that_hangs_is_waited_for_once(stage: Stage, name: str) -> None
     engine.call("flush")
 
     def hits() -> bool:
-        found = engine.generate([ASKED])
+        found = engine.generate([ASKED], NUM_TOKENS)
         assert found["tokens"] == tokens
         engine.call("flush")
         return bool(found["cached"][0] == 384)
@@ -100,14 +100,14 @@ def test_a_server_that_hangs_is_waited_for_once(stage: Stage, name: str) -> None
 def test_an_engine_goes_on_from_before_to_after_its_server(stage: Stage, name: str) -> None:
     """No server at the start; then one; then another."""
     engine = stage.engine(**stage.route(name))
-    tokens = engine.generate([ASKED])["tokens"]
+    tokens = engine.generate([ASKED], NUM_TOKENS)["tokens"]
     for _ in range(2):
         engine.call("flush")
         stage.serve()
 
         def hits() -> bool:
             engine.call("flush")
-            found = engine.generate([ASKED])
+            found = engine.generate([ASKED], NUM_TOKENS)
             assert found["tokens"] == tokens
             return bool(found["cached"][0] == 384)
 

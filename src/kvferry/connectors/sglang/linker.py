@@ -11,7 +11,6 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvferry.client import CacheClient
 from kvferry.connectors.sglang import interface
 from kvferry.connectors.sglang.device_pool import block_ids, check_components, device_caches, is_latent
 from kvferry.connectors.sglang.identity import RankIdentity, model_name
@@ -52,9 +51,7 @@ class KVFerryLinker(UnifiedCacheLinker):
         self.pools = {PoolName.KV: pool}
         self._page_tokens = int(params.page_size)
         self._rank = _rank_of(params, shared=is_latent(pool))
-        self._client = CacheClient(
-            settings.url, timeout_s=settings.answer_timeout_s, token=settings.token(), required=False
-        )
+        self._client = settings.connect()
         try:
             caches = device_caches(pool)
             self._register(caches, server_args, settings)

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from kvferry.client import CacheClient
+
 # Keys of the same dictionary that are SGLang's own; it takes most of them out before a back end sees it.
 HICACHE_KEYS = frozenset(
     {
@@ -71,6 +73,10 @@ class SGLangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return Path(self.token_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"token_file of KVferry's connector for SGLang: {error}") from None
+
+    def connect(self) -> CacheClient:
+        """A client of the server, be that there or not. Raises RequestError where it refuses this process."""
+        return CacheClient(self.url, timeout_s=self.answer_timeout_s, token=self.token(), required=False)
 
     @classmethod
     def from_extra_config(

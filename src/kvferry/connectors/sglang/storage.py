@@ -53,7 +53,7 @@ class KVFerryStorage(HiCacheStorage):
         pool = host_pages(mem_pool_host, shared=self._rank.shared)
         staging = Staging(pool, self._settings.staging_bytes)
         settings = self._settings
-        client = CacheClient(settings.url, timeout_s=settings.answer_timeout_s, token=settings.token(), required=False)
+        client = settings.connect()
         with contextlib.ExitStack() as undo:
             undo.callback(client.close)
             self._register(client, pool, staging)
