@@ -6,12 +6,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from kvferry.errors import TransferError
 from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
 from kvferry.p2p.carriers.pushes.inlet import Inlet
-from kvferry.p2p.carriers.pushes.outlet import Outlet, Piece
+from kvferry.p2p.carriers.pushes.outlet import Item, Outlet
 from kvferry.p2p.carriers.pushes.ring import Part
 from kvferry.p2p.carriers.pushes.slots import Slots
+from kvferry.p2p.memory import BlockMemory
 from kvferry.p2p.nccl import NcclSettings
 from kvferry.p2p.signal.messages import Push
 
@@ -51,7 +54,12 @@ class SlowRing:
 
 def part() -> Part:
     nothing: Any = None
-    return Part(nothing, 0, (), 0, 100)
+    return Part(nothing, 0, ((),), 0, 100)
+
+
+def item(number: int, place: int) -> Item:
+    nothing: Any = None
+    return Item(number, place, nothing, (), 100)
 
 
 def test_blocks_are_written_to_the_end_though_the_session_has_ended() -> None:
@@ -64,7 +72,7 @@ def test_blocks_are_written_to_the_end_though_the_session_has_ended() -> None:
         Slots([1, 2]),
         lambda _: None,
         lambda call: call(),
-        lambda number, item: told.item_landed(session, number, item),
+        lambda number, *items: told.item_landed(session, number, *items),
         lambda number: told.landing_stopped(session, number),
         lambda _: None,
     )
@@ -91,7 +99,7 @@ def test_blocks_are_read_to_the_end_though_the_transfer_has_ended() -> None:
     lane: Any = object()
     pushed: list[Any] = []
     outlet = Outlet(ring, Slots([1, 2]), pushed.append, lambda call: call(), told.released, lambda _: None, lane)
-    outlet.queue.extend([Piece(5, 0, part()), Piece(6, 0, part()), Piece(5, 1, part())])
+    outlet.queue.extend([item(5, 0), item(6, 0), item(5, 1)])
     outlet.pump()
     assert len(ring.jobs) == 2
     outlet.stop(5)
@@ -105,3 +113,28 @@ def test_blocks_are_read_to_the_end_though_the_transfer_has_ended() -> None:
     outlet.stop(6)
     assert told.said[-1] == ("released", 6)
     assert not outlet.queue
+
+
+def test_items_that_fit_go_as_one_part() -> None:
+    """Layers of one transfer, in their order; what is larger than a slot goes alone, in parts."""
+    memory: Any = BlockMemory(Any, np.arange(1))  # type: ignore[arg-type]
+    ring: Any = SlowRing()
+    lane: Any = object()
+    pushed: list[Any] = []
+    outlet = Outlet(ring, Slots(range(20)), pushed.append, lambda call: call(), Told().released, lambda _: None, lane)
+    sizes = [40, 40, 30, 250, 10]
+    outlet.queue.extend(Item(1, place, memory, (), nbytes) for place, nbytes in enumerate(sizes))
+    outlet.queue.append(Item(2, 5, memory, (), 10))
+    outlet.pump()
+    while ring.jobs:
+        ring.jobs.popleft()(None)
+    found = [(push.number, push.item, push.items, push.begin, push.end) for push in pushed]
+    assert found == [
+        (1, 0, 2, 0, 80),
+        (1, 2, 1, 0, 30),
+        (1, 3, 1, 0, 100),
+        (1, 3, 1, 100, 200),
+        (1, 3, 1, 200, 250),
+        (1, 4, 1, 0, 10),
+        (2, 5, 1, 0, 10),
+    ]

@@ -69,10 +69,10 @@ def move(ring: Ring, source: Memory, target: Memory, pieces: tuple[Piece, ...], 
     for begin in range(0, nbytes, step):
         end = min(begin + step, nbytes)
         one, two = ring.addresses
-        done(partial(ring.gather, Part(source, 0, pieces, begin, end), one))
+        done(partial(ring.gather, Part(source, 0, (pieces,), begin, end), one))
         moved = ByteRuns.single(one, end - begin, ring).buffers(0, end - begin)[0]
         ByteRuns.single(two, end - begin, ring).buffers(0, end - begin)[0][:] = moved
-        done(partial(ring.scatter, Part(target, 0, pieces, begin, end), two))
+        done(partial(ring.scatter, Part(target, 0, (pieces,), begin, end), two))
 
 
 @pytest.mark.parametrize("step", [SLOT, 1000, 77])

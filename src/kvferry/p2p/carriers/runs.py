@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -67,6 +68,15 @@ class ByteRuns:
             position += size
             nbytes -= size
         return found
+
+
+def joined(runs: Sequence[ByteRuns]) -> ByteRuns:
+    """All of them, one after the other."""
+    if len(runs) == 1:
+        return runs[0]
+    addresses = np.concatenate([each._addresses for each in runs])
+    lengths = np.concatenate([each._lengths for each in runs])
+    return ByteRuns(addresses, lengths, [each._owner for each in runs])
 
 
 def _merged(addresses: Int64s, lengths: Int64s) -> tuple[Int64s, Int64s]:

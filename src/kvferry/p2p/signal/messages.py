@@ -190,12 +190,16 @@ class NcclNew(Message, frozen=True, kw_only=True):
 
 
 class Push(Message, frozen=True, kw_only=True):
-    """Bytes `begin` to `end` of an item lie ready to be sent, behind those of earlier pushes."""
+    """Bytes `begin` to `end` of an item lie ready to be sent, behind those of earlier pushes.
+
+    Or of several, from `item` on: then all of each, one after the other.
+    """
 
     number: Number
     item: Count
     begin: Bytes
     end: Bytes
+    items: Annotated[int, Meta(ge=1, le=4096)] = 1
 
 
 class Go(Message, frozen=True, kw_only=True):

@@ -17,8 +17,8 @@ from kvferry.p2p.signal.handshake import NCCL_CARRIER
 from kvferry.p2p.signal.messages import Go, NcclNew, Push
 from kvferry.p2p.signal.session import Session
 
-SLOT_BYTES = 32 << 20
-SLOTS = 4  # for each direction
+SLOT_BYTES = 64 << 20
+SLOTS = 3  # for each direction
 
 
 class NcclCarrier(PushCarrier):

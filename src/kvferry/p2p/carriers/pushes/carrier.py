@@ -9,8 +9,8 @@ from kvferry.errors import KVFerryError, ProtocolError, TransferError
 from kvferry.p2p import geometry
 from kvferry.p2p.carriers.base import CarrierEvents
 from kvferry.p2p.carriers.pushes.inlet import Expected, Inlet
-from kvferry.p2p.carriers.pushes.outlet import Outlet, Piece, Post
-from kvferry.p2p.carriers.pushes.ring import Part, Ring
+from kvferry.p2p.carriers.pushes.outlet import Item, Outlet, Post
+from kvferry.p2p.carriers.pushes.ring import Ring
 from kvferry.p2p.carriers.pushes.slots import Slots
 from kvferry.p2p.memory import BlockMemory, Memory
 from kvferry.p2p.signal.messages import Go, Message, NcclNew, Offer, Push, Ready
@@ -38,20 +38,18 @@ class PushCarrier:
         self._by_number: dict[int, Outlet] = {}
 
     def start_item(self, session: Session, number: int, item: int, source: Memory) -> None:
-        """Queue it, in parts of a slot each."""
+        """Queue it."""
         outlet = self._outlet(session)
         if outlet is None:
             return
         self._by_number[number] = outlet
-        pieces = _pieces_of(session, source, item)
         total = _bytes_of(session, source, item)
         if not total:
             self._tell(session, Push(number=number, item=item, begin=0, end=0))
-        size = outlet.ring.slot_bytes
-        for begin in range(0, total, size):
-            part = Part(source, item, pieces, begin, min(begin + size, total))
-            outlet.queue.append(Piece(number, item, part))
-        outlet.pump()
+            return
+        if not outlet.queue:  # once all that is ready by now is in the queue, as what follows each other goes together
+            self._post(outlet.pump)
+        outlet.queue.append(Item(number, item, source, _pieces_of(session, source, item), total))
 
     def stop_source(self, session: Session, number: int) -> None:
         """Gathers that run are waited for."""

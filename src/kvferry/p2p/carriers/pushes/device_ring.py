@@ -15,7 +15,7 @@ from kvferry.cuda.device import bound
 from kvferry.cuda.memory import host_device_pointer, register_host, unregister_host
 from kvferry.cuda.stream import Stream, beside_captures
 from kvferry.ipc.shared_memory import Segment
-from kvferry.p2p.carriers.pushes.ring import Part, Ring
+from kvferry.p2p.carriers.pushes.ring import Part, Ring, Wait
 from kvferry.p2p.geometry import planes_of
 from kvferry.p2p.memory import BlockMemory
 
@@ -49,31 +49,41 @@ class DeviceRing(Ring):
     The thread spoils no CUDA graph that another one captures.
     """
 
+    depth = 2
+
     def __init__(self, device: int, *, slots: int, slot_bytes: int, allocate: Allocate) -> None:
         """In the thread of `close`'s caller or any other. Raises CudaError, ShareError."""
         self.device = device
         with beside_captures(device), ExitStack() as undo:
-            self._kernel = CopyKernel(device, max_ctas=_MAX_CTAS)
-            undo.callback(self._kernel.close)
-            self._stream = undo.enter_context(Stream(device))
+            self._kernels = [CopyKernel(device, max_ctas=_MAX_CTAS) for _ in range(self.depth)]
+            for kernel in self._kernels:
+                undo.callback(kernel.close)
+            self._streams = [undo.enter_context(Stream(device)) for _ in self._kernels]
             base, seen_at = allocate(device, slots * slot_bytes, undo)
             self._undo = undo.pop_all()
         self._offset = seen_at - base
         super().__init__([base + slot * slot_bytes for slot in range(slots)], slot_bytes)
 
-    def _copy(self, part: Part, slot: int, *, to_flat: bool) -> None:
-        memory, stream = part.memory, self._stream.handle
+    def _copy(self, part: Part, slot: int, *, to_flat: bool) -> Wait:
+        # Each in its turn: one whose copy has ended before those of the others began anew.
+        kernel, stream = self._kernels.pop(0), self._streams.pop(0)
+        self._kernels.append(kernel)
+        self._streams.append(stream)
+        self._start(part, slot, kernel, stream.handle, to_flat=to_flat)
+        return stream.synchronize
+
+    def _start(self, part: Part, slot: int, kernel: CopyKernel, stream: int, *, to_flat: bool) -> None:
+        memory = part.memory
         with bound(self.device) as drv:
             if isinstance(memory, BlockMemory):
                 plan = _chunk_of(memory, part).plan(memory.ids, np.zeros(1, dtype=np.int64))
-                self._kernel.load(drv, plan, stream=stream)
+                kernel.load(drv, plan, stream=stream)
                 step = Step(part.begin, part.end, [])
-                self._kernel.launch(step, staging=slot + self._offset, stream=stream, to_flat=to_flat)
+                kernel.launch(step, staging=slot + self._offset, stream=stream, to_flat=to_flat)
             else:
                 address = memory.items[part.item][0] + part.begin
                 target, source = (slot, address) if to_flat else (address, slot)
                 drv.memcpy_async(target, source, part.end - part.begin, stream)
-        self._stream.synchronize()
 
     def _free(self) -> None:
         with beside_captures(self.device):
@@ -84,12 +94,12 @@ class DeviceRing(Ring):
 
 
 def _chunk_of(memory: BlockMemory, part: Part) -> ChunkMap:
-    """One flat chunk that holds all the blocks, with the pieces as its planes."""
+    """One flat chunk that holds all the blocks, with the pieces of all items as its planes."""
     caches = memory.caches
-    layer = caches.layers[part.item]
+    layers = caches.layers[part.item : part.item + len(part.pieces)]
+    planes = [plane for layer, pieces in zip(layers, part.pieces, strict=True) for plane in planes_of(layer, pieces)]
     bases = [storage.data_ptr() for storage in caches.storages]
-    cut = msgspec.structs.replace(layer, planes=planes_of(layer, part.pieces))
-    return ChunkMap(cut, bases, len(memory.ids))
+    return ChunkMap(msgspec.structs.replace(layers[0], planes=tuple(planes)), bases, len(memory.ids))
 
 
 def _free(device: int, base: int) -> None:

@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from kvferry.copy.streaming import row_copier
-from kvferry.p2p.carriers.pushes.ring import Part, Ring
+from kvferry.p2p.carriers.pushes.ring import Part, Ring, Wait
+from kvferry.p2p.carriers.runs import joined
 
 
 class HostRing(Ring):
@@ -18,9 +19,11 @@ class HostRing(Ring):
         base = self._memory.data_ptr()
         super().__init__([base + slot * slot_bytes for slot in range(slots)], slot_bytes)
 
-    def _copy(self, part: Part, slot: int, *, to_flat: bool) -> None:
-        rows = part.memory.runs(part.item, part.pieces).part(part.begin, part.end).rows_from(slot)
+    def _copy(self, part: Part, slot: int, *, to_flat: bool) -> Wait:
+        runs = joined([part.memory.runs(part.item + place, pieces) for place, pieces in enumerate(part.pieces)])
+        rows = runs.part(part.begin, part.end).rows_from(slot)
         self._copy_rows(np.ascontiguousarray(rows[:, [1, 0, 2]]) if to_flat else rows)
+        return lambda: None
 
     def _free(self) -> None:
         """The memory goes with the ring."""

@@ -47,7 +47,7 @@ class Inlet:
     slots: Slots
     tell: Callable[[Message], None]
     post: Post
-    landed: Callable[[int, int], None]
+    landed: Callable[..., None]
     stopped: Callable[[int], None]
     failed: Callable[[Exception], None]
     lane: Lane | None = None
@@ -106,13 +106,22 @@ class Inlet:
         if wanted is None or self.ended:  # stopped meanwhile
             self.slots.give_back(slot)
             return
-        size = wanted.size(push.item)
-        if push.begin != wanted.written[push.item] or push.end > size:
+        items = range(push.item, push.item + push.items)
+        size = sum(map(wanted.size, items))
+        begin = sum(wanted.written[item] for item in items)
+        whole = push.begin == 0 and push.end == size
+        if (
+            push.begin != begin
+            or push.end > size
+            or not (whole or push.items == 1)
+            or not wanted.left.issuperset(items)
+        ):
             self.slots.give_back(slot)
-            self.failed(ProtocolError(f"bytes {push.begin} to {push.end} of item {push.item}, which has {size}"))
+            self.failed(ProtocolError(f"bytes {push.begin} to {push.end} of items {items}, which have {size}"))
             return
-        wanted.written[push.item] = push.end
-        part = Part(wanted.memory, push.item, wanted.pieces(push.item), push.begin, push.end)
+        for item in items:
+            wanted.written[item] = push.end if push.items == 1 else wanted.size(item)
+        part = Part(wanted.memory, push.item, tuple(map(wanted.pieces, items)), push.begin, push.end)
         self.writing[push.number] += 1
         self.ring.scatter(part, slot, lambda problem: self.post(partial(self._scattered, push, slot, size, problem)))
 
@@ -123,7 +132,7 @@ class Inlet:
         if error is not None:
             self.failed(error)
         elif push.end == size:
-            self._land(push.number, push.item)
+            self._land(push.number, *range(push.item, push.item + push.items))
 
     def _land_nothing(self, push: Push) -> None:
         """An item of no bytes, which needs no slot."""
@@ -132,14 +141,14 @@ class Inlet:
             raise ProtocolError(f"no bytes of item {push.item}, which has {wanted.size(push.item)}")
         self._land(push.number, push.item)
 
-    def _land(self, number: int, item: int) -> None:
+    def _land(self, number: int, *items: int) -> None:
         wanted = self.expected.get(number)
-        if wanted is None or item not in wanted.left:
+        if wanted is None or not wanted.left.issuperset(items):
             return
-        wanted.left.discard(item)
+        wanted.left.difference_update(items)
         if not wanted.left:
             del self.expected[number]
-        self.landed(number, item)
+        self.landed(number, *items)
 
     def _look(self, number: int) -> None:
         if not self.writing[number]:

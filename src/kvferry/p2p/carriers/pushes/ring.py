@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -20,14 +21,18 @@ _END_S = 20.0
 
 Call = Callable[[], None]
 OnDone = Callable[[Exception | None], None]
+Wait = Callable[[], object]
 
 
 class Part(NamedTuple):
-    """Bytes `begin` to `end` of one item; of a layer's blocks, all of the first piece come first."""
+    """Bytes `begin` to `end` of one item, or of several from `item` on, one after the other.
+
+    `pieces` has those of each. Of a layer's blocks, all of the first piece come first.
+    """
 
     memory: Memory
     item: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
     begin: int
     end: int
 
@@ -35,23 +40,27 @@ class Part(NamedTuple):
 class Ring(ABC):
     """Slots of `slot_bytes` bytes at `addresses`, allocated once. Runs `kvferry-p2p-ring`.
 
-    That thread alone copies, one part after the other. It calls `on_done` when the bytes are there.
+    That thread alone copies, one part after the other, or as many at once as `depth` says. It calls `on_done`, in their
+    order, when the bytes are there.
     """
+
+    depth = 1
 
     def __init__(self, addresses: Sequence[int], slot_bytes: int) -> None:
         self.addresses = tuple(addresses)
         self.slot_bytes = slot_bytes
+        self._running: deque[tuple[Wait, OnDone]] = deque()
         self._jobs: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvferry-p2p-ring", daemon=True)
         self._thread.start()
 
     def gather(self, part: Part, slot: int, on_done: OnDone) -> None:
         """Copy from where the part lies into the slot at that address."""
-        self._jobs.put(lambda: self._do(part, slot, on_done, to_flat=True))
+        self._jobs.put(lambda: self._begin(part, slot, on_done, to_flat=True))
 
     def scatter(self, part: Part, slot: int, on_done: OnDone) -> None:
         """Copy from the slot at that address to where the part is to lie."""
-        self._jobs.put(lambda: self._do(part, slot, on_done, to_flat=False))
+        self._jobs.put(lambda: self._begin(part, slot, on_done, to_flat=False))
 
     def close(self) -> None:
         """End the thread after what was queued, and free all. Nobody else may use the slots any more. Idempotent."""
@@ -63,8 +72,8 @@ class Ring(ABC):
         self._free()
 
     @abstractmethod
-    def _copy(self, part: Part, slot: int, *, to_flat: bool) -> None:
-        """Copy, and return when it is done. In the ring's thread."""
+    def _copy(self, part: Part, slot: int, *, to_flat: bool) -> Wait:
+        """Start a copy, of which at most `depth` are under way; what is returned waits for it. In the ring's thread."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -78,18 +87,42 @@ class Ring(ABC):
         with self._around():
             while True:
                 try:
-                    job = self._jobs.get(timeout=_IDLE_S)
+                    job = self._jobs.get(timeout=0 if self._running else _IDLE_S)
                 except queue.Empty:
+                    self._finish()
                     continue
                 if job is None:
-                    return
+                    break
                 job()
+            while self._running:
+                self._finish()
 
-    def _do(self, part: Part, slot: int, on_done: OnDone, *, to_flat: bool) -> None:
+    def _begin(self, part: Part, slot: int, on_done: OnDone, *, to_flat: bool) -> None:
+        while len(self._running) >= self.depth:
+            self._finish()
+        try:
+            wait = self._copy(part, slot, to_flat=to_flat)
+        except Exception as problem:  # noqa: BLE001 - whoever waits must be told, after those before it
+            while self._running:
+                self._finish()
+            _tell(on_done, problem)
+        else:
+            self._running.append((wait, on_done))
+
+    def _finish(self) -> None:
+        """Wait for the copy that was started first, if there is one."""
+        if not self._running:
+            return
+        wait, on_done = self._running.popleft()
         error: Exception | None = None
         try:
-            self._copy(part, slot, to_flat=to_flat)
+            wait()
         except Exception as problem:  # noqa: BLE001 - whoever waits must be told
-            _LOG.exception("a copy of a ring of slots failed")
             error = problem
-        on_done(error)
+        _tell(on_done, error)
+
+
+def _tell(on_done: OnDone, error: Exception | None) -> None:
+    if error is not None:
+        _LOG.error("a copy of a ring of slots failed: %s", error, exc_info=error)
+    on_done(error)
