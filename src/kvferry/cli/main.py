@@ -29,7 +29,7 @@ from kvferry.errors import KVFerryError
 from kvferry.router.config import RouterConfig
 
 if TYPE_CHECKING:
-    import pathlib
+    from pathlib import Path
 
     from kvferry.cli.bench_report import Result
     from kvferry.cli.demo import DemoResult, Say
@@ -43,8 +43,7 @@ __all__ = ["app", "main"]
 
 _LOG = logging.getLogger(__name__)
 
-# Pretty exceptions show the values of variables, among which are secrets.
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)  # pretty ones show variables: secrets, too
 bench = typer.Typer(help="Measure this machine; ratios are to a limit measured in the same run.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
@@ -251,9 +250,7 @@ def _report(name: str, device: str, results: list[Result], *, as_json: bool) -> 
         show(Console(), name, results)
 
 
-def _settings(
-    kind: type[AnyConfig], flags: Mapping[str, Any], file: pathlib.Path | None, *, print_config: bool
-) -> AnyConfig:
+def _settings(kind: type[AnyConfig], flags: Mapping[str, Any], file: Path | None, *, print_config: bool) -> AnyConfig:
     """What a server is to run with, whose log begins here; or it is shown, and the command ends."""
     loaded = load_config(kind, flags, file, os.environ)
     if print_config:
