@@ -21,24 +21,33 @@ from kvferry.p2p import P2pConfig, P2pNcclEngine, Receiving
 
 BLOCKS, HEADS = 16, 4
 LAYERS = ("a", "b", "c")
+LONG_S = 300.0  # no end of a lease makes the test pass
 
 
 class Side:
     """One rank of an engine: its worker, and its cache, whose bytes are `fill` at first."""
 
-    def __init__(self, fill: int, *, rank: Rank | None = None, send_type: str = "PUT_ASYNC", **more: Any) -> None:
+    def __init__(
+        self,
+        fill: int,
+        *,
+        rank: Rank | None = None,
+        send_type: str = "PUT_ASYNC",
+        lease_s: float = 10.0,
+        layer_wise: bool = True,
+    ) -> None:
         rank = rank or Rank(0, 1)
         self.caches = {
             name: torch.full((BLOCKS, HEADS // rank.size, 8, 16), fill, dtype=torch.uint8) for name in LAYERS
         }
         rehome(self.caches.values())
         config = P2pConfig(
-            send_type=send_type, kv_buffer_size=1 << 20, lease_s=10, tp_rank=rank.number, tp_size=rank.size
+            send_type=send_type, kv_buffer_size=1 << 20, lease_s=lease_s, tp_rank=rank.number, tp_size=rank.size
         )
         self.engine = P2pNcclEngine(config)
         self.engine.register_kv_caches(self.caches, format="vllm_packed")
         layers = {name: number for number, name in enumerate(LAYERS)}
-        self.worker = PeerWorker(self.engine, WorkerRules(rank, layers, send_type, **{"lease_s": 10.0, **more}))
+        self.worker = PeerWorker(self.engine, WorkerRules(rank, layers, send_type, lease_s, layer_wise))
 
     @property
     def address(self) -> str:
@@ -186,12 +195,10 @@ def test_without_an_address_it_is_kept_until_it_is_asked_for(make: Callable[...,
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_prefill_that_will_not_be_fails_the_wait_at_once(make: Callable[..., Side], asked: bool) -> None:
     send_type = "GET" if asked else "PUT_ASYNC"
-    prefill, decode = make(1, send_type=send_type), make(2, send_type=send_type)
+    prefill, decode = (make(fill, send_type=send_type, lease_s=LONG_S) for fill in (1, 2))
     decode.worker.start(receive(prefill.address, ask=asked))
     prefill.worker.start(PeerPlan(dropped=(Handover("t", True, (decode.address,)),)))
-    began = time.monotonic()
     assert decode.ends() == {7: FAILED}
-    assert time.monotonic() - began < 8  # the lease is 10
     assert decode.worker.take_failed_blocks() == {9, 8, 7}
     assert decode.worker.take_received() == {"r7"}
 
@@ -199,21 +206,18 @@ def test_a_prefill_that_will_not_be_fails_the_wait_at_once(make: Callable[..., S
 @pytest.mark.parametrize("asks", [True, False])
 def test_what_is_not_wanted_is_not_kept(make: Callable[..., Side], asks: bool) -> None:
     """Before and after it was sent."""
-    prefill, decode = make(1), make(2)
+    prefill, decode = (make(fill, lease_s=LONG_S) for fill in (1, 2))
     addresses = () if asks else (decode.address,)
     if asks:
         prefill.send(send(prefill, *addresses))
     decode.worker.start(PeerPlan(dropped=(Handover("t", False, (prefill.address,), ask=asks),)))
     if not asks:
-        prefill.until(lambda: True)
         prefill.send(send(prefill, *addresses))
-    began = time.monotonic()
     assert prefill.ends() == {1: FAILED}
-    assert time.monotonic() - began < 8
 
 
 def test_a_cancelled_wait_ends_and_so_does_a_cancelled_send(make: Callable[..., Side]) -> None:
-    prefill, decode = make(1), make(2)
+    prefill, decode = (make(fill, lease_s=LONG_S) for fill in (1, 2))
     decode.worker.start(receive(prefill.address))
     decode.worker.start(PeerPlan(cancelled=(7, 99)))
     assert decode.ends() == {7: FAILED}
@@ -274,7 +278,7 @@ def test_a_rank_that_has_nothing_to_send_ends_at_once(make: Callable[..., Side])
 
 def test_put_waits_for_a_moment_and_goes_on(make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvferry.connectors.vllm.p2p.worker.PUT_WAIT_S", 0.2)
-    prefill = make(1, send_type="PUT")
+    prefill = make(1, send_type="PUT", lease_s=LONG_S)
     prefill.send(send(prefill))  # nobody asks
     assert not prefill.worker.take_report()
     prefill.worker.start(PeerPlan(cancelled=(1,)))
@@ -357,10 +361,8 @@ def test_each_kind_of_failure_is_said_once(make: Callable[..., Side], caplog: py
 
 
 def test_who_waits_for_what_cannot_be_sent_is_told_at_once(make: Callable[..., Side]) -> None:
-    prefill, decode = make(1), make(2)
+    prefill, decode = (make(fill, lease_s=LONG_S) for fill in (1, 2))
     decode.worker.start(receive(prefill.address))
     prefill.send(SendPlan(1, Handover("t", True, (decode.address,)), (BLOCKS,)))  # no such block
-    began = time.monotonic()
     assert decode.ends() == {7: FAILED}
-    assert time.monotonic() - began < 8  # the lease is 10
     assert prefill.ends() == {1: FAILED}
