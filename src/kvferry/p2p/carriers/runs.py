@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 Int64s: TypeAlias = npt.NDArray[np.int64]
 MAX_BUFFERS = 512  # the system takes at most 1024 at once
 # All that a process can address, of which slices are cut: that takes half as long as to make a view for each run.
-_MEMORY = memoryview((ctypes.c_char * (1 << 47)).from_address(0)).cast("B")
+_MEMORY = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B")
 
 
 class ByteRuns:
