@@ -19,6 +19,7 @@ from kvferry.router.headers import Headers, engine_headers
 from kvferry.router.registry import Engine
 from kvferry.router.replies import error_in_event
 from kvferry.router.requests import Ask, decode_body, prefill_body
+from kvferry.router.tasks import end_tasks
 
 __all__ = ["Answer", "Attempt", "PrefillRefusedError", "Request"]
 
@@ -63,10 +64,8 @@ class Attempt:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
         self._stack.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     async def answer(self) -> Answer:
         """Ask, and wait for the answer's beginning.

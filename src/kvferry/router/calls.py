@@ -43,10 +43,8 @@ class Call:
         try:
             await self._connection.open(http)
         except (OSError, asyncio.TimeoutError) as error:
-            text = f"it cannot be reached: {error or 'no answer'}"
-            raise CallFailedError(self._address.key, text, unreachable=True) from None
-        if self._failure is not None:  # it was lost meanwhile
-            raise CallFailedError(self._address.key, self._failure)
+            text = self._failure or f"it cannot be reached: {error or 'no answer'}"
+            raise CallFailedError(self._address.key, text, unreachable=self._failure is None) from None
         return await self._or_failed(self._connection.ask(http, self._request))
 
     async def chunk(self) -> bytes | None:

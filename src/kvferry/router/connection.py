@@ -45,12 +45,16 @@ class Connection:
         self._http = h11.Connection(h11.CLIENT)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._aborted = False
 
     async def open(self, address: str) -> None:
         """Connect, within 5 s. Raises OSError, or TimeoutError."""
         host, port = split_host_port(address)
         streams = await asyncio.wait_for(asyncio.open_connection(host, port, limit=_READ_BYTES), CONNECT_S)
         self._reader, self._writer = streams
+        if self._aborted:
+            self.abort()
+            raise ConnectionAbortedError("the call was given up")
 
     async def ask(self, address: str, request: Outgoing) -> Head:
         """Send a request, and wait for the head of its answer."""
@@ -82,6 +86,7 @@ class Connection:
 
     def abort(self) -> None:
         """Close it at once, also from another task; whoever waits for it gets an error. Idempotent."""
+        self._aborted = True
         if self._writer is not None:
             self._writer.transport.abort()
 

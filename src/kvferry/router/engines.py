@@ -17,6 +17,7 @@ from kvferry.router.course import Course, Pair
 from kvferry.router.heartbeat import Heartbeat
 from kvferry.router.measures import Measures
 from kvferry.router.registry import Engine, Registry
+from kvferry.router.tasks import end_tasks
 
 __all__ = ["Engines"]
 
@@ -92,9 +93,7 @@ class Engines:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._new_one.wait(), self._probe_s)
         finally:
-            for task in going_on.values():
-                task.cancel()
-            await asyncio.gather(*going_on.values(), return_exceptions=True)
+            await end_tasks(going_on.values())
 
     def counts(self) -> Mapping[str, int]:
         """How many of each kind are up."""

@@ -17,6 +17,7 @@ from kvferry.router.front import Front
 from kvferry.router.headers import clean_request_id
 from kvferry.router.replies import EventCutter
 from kvferry.router.requests import BadRequestError, read_ask
+from kvferry.router.tasks import end_tasks
 from kvferry.router.writer import BodyTooLargeError, ClientLeftError, ReplyWriter, read_body, wait_until_left
 
 __all__ = ["Exchange"]
@@ -89,9 +90,7 @@ class Exchange:
                 await asyncio.wait({answering}, timeout=_LAST_STEPS_S)
         finally:
             ended = answering.done()
-            for task in (answering, leaving):
-                task.cancel()
-            await asyncio.gather(answering, leaving, return_exceptions=True)
+            await end_tasks((answering, leaving))
         if ended:
             return answering.result()
         return await self._stop_early(request, left=leaving.done() and not leaving.cancelled())

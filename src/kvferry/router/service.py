@@ -19,6 +19,7 @@ from kvferry.router.engines import Engines
 from kvferry.router.front import Front
 from kvferry.router.listener import HeartbeatListener
 from kvferry.router.measures import Measures
+from kvferry.router.tasks import end_tasks
 from kvferry.settings import join_host_port, split_host_port
 
 __all__ = ["Router"]
@@ -128,9 +129,7 @@ async def _run_all(jobs: list[Coroutine[object, object, None]], until: int) -> N
             for task in done:
                 task.result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks)
 
 
 def _listen(address: str) -> socket.socket:
