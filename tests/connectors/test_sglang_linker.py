@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.sglang_doubles import DIM, HEADS, LAYERS, PAGE, PoolName, PoolTransfer, hashes, indices, install
+from connectors.sglang_doubles import DIM, HEADS, LAYERS, PAGE, PoolName, PoolTransfer, hashes, indices, install, stop
 from kvferry.errors import LayoutError
 from kvferry.ipc import allocate_shared
 from serving.process import Stage, eventually
@@ -218,7 +218,7 @@ def test_a_dead_server_fails_what_was_promised_and_is_a_miss_then(stage: Stage, 
     first.lookup("r", kv(KEYS))
     first.load("r", kv(KEYS, *range(8, 14)))
     os.kill(stage.server.pid, signal.SIGKILL)
-    eventually(lambda: not first._client.connected)
+    eventually(lambda: not first._client.connected, 30)
     assert not first.finish_layer_wise_loading(first.start_layer_wise_loading())
     assert first.lookup("s", kv(KEYS)) == []
     assert not offload(first, hashes("y", 1), 0)
@@ -230,7 +230,7 @@ def test_a_stopped_server_holds_a_load_until_it_goes_on(stage: Stage, make: Call
     offload(first, KEYS, *range(6))
     first.lookup("r", kv(KEYS))
     first.load("r", kv(KEYS, *range(8, 14)))
-    os.kill(stage.server.pid, signal.SIGSTOP)
+    stop(stage.server.pid)
     ended: list[bool] = []
     index = first.start_layer_wise_loading()
     waiting = threading.Thread(target=lambda: ended.append(first.finish_layer_wise_loading(index)))
@@ -249,7 +249,7 @@ def test_a_stopped_server_holds_a_load_until_it_goes_on(stage: Stage, make: Call
 def test_a_stopped_server_costs_lookups_a_moment_once(stage: Stage, make: Callable[..., Any]) -> None:
     first = make(pause_s=30.0)
     offload(first, KEYS, *range(6))
-    os.kill(stage.server.pid, signal.SIGSTOP)
+    stop(stage.server.pid)
     try:
         assert first.lookup("r", kv(KEYS)) == []
         asked = time.monotonic()
@@ -263,7 +263,7 @@ def test_a_stopped_server_gets_a_part_of_the_device_at_most(stage: Stage, make: 
     """What it was told of stays locked until it goes on; the rest is given back."""
     first = make(load_timeout_s=1.0)
     prompts = [hashes(f"p{number}", 1) for number in range(6)]
-    os.kill(stage.server.pid, signal.SIGSTOP)
+    stop(stage.server.pid)
     try:
         for number, keys in enumerate(prompts):
             assert first.offload(kv(keys, number))

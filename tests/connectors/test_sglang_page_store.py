@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from connectors.sglang_doubles import LAYOUTS, PAGE, data, hashes, host_pool
+from connectors.sglang_doubles import LAYOUTS, PAGE, data, hashes, host_pool, stop
 from kvferry.client import CacheClient
 from kvferry.connectors.sglang.host_pool import HostPages, host_pages
 from kvferry.connectors.sglang.page_store import PageStore
@@ -150,7 +150,7 @@ def test_a_dead_server_costs_nothing_but_misses(stage: Stage, rank: Callable[...
     keys = hashes("x", 4)
     first.keep(keys, [0, 1, 2, 3])
     os.kill(stage.server.pid, signal.SIGKILL)
-    eventually(lambda: not first.client.connected)
+    eventually(lambda: not first.client.connected, 30)
     before = first.pages.view.clone()
     assert first.questions.count(data(keys)) == 0
     assert first.fetch(keys, [4, 5, 6, 7]) == 0
@@ -166,7 +166,7 @@ def test_a_stopped_server_is_waited_for_once_and_touches_no_page_later(stage: St
     retrieve = first.client.retrieve
 
     def stop_first(*args: object, **options: object) -> object:
-        os.kill(stage.server.pid, signal.SIGSTOP)
+        stop(stage.server.pid)
         return retrieve(*args, **options)  # type: ignore[arg-type]
 
     first.client.retrieve = stop_first  # type: ignore[method-assign, assignment]
@@ -195,7 +195,7 @@ def test_a_store_that_is_late_never_keeps_other_bytes(stage: Stage, rank: Callab
     store = first.client.store
 
     def stop_first(*args: object, **options: object) -> object:
-        os.kill(stage.server.pid, signal.SIGSTOP)
+        stop(stage.server.pid)
         return store(*args, **options)  # type: ignore[arg-type]
 
     first.client.store = stop_first  # type: ignore[method-assign, assignment]
@@ -207,7 +207,7 @@ def test_a_store_that_is_late_never_keeps_other_bytes(stage: Stage, rank: Callab
         os.kill(stage.server.pid, signal.SIGCONT)
     eventually(lambda: first.staging.for_writes.num_free == 4)
     first.client.store = store  # type: ignore[method-assign]
-    eventually(lambda: first.questions.is_patient)
+    eventually(lambda: first.questions.is_patient, 30)
     count = first.fetch(keys, [4, 5, 6])  # it may have been kept, or not
     for place in range(count):
         assert first.page(4 + place).equal(wanted[place])

@@ -163,6 +163,7 @@ class Server:
     def pause(self) -> None:
         """It lives, and does nothing until `resume`."""
         self._process.signal(signal.SIGSTOP)
+        eventually(lambda: is_stopped(self._process.pid))
 
     def resume(self) -> None:
         self._process.signal(signal.SIGCONT)
@@ -205,6 +206,12 @@ class Server:
         if self._process.alive:
             self.resume()
             self._process.end()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has come to all threads: the others go on until the one that gets it has its turn."""
+    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
