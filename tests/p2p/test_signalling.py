@@ -17,8 +17,8 @@ import zmq
 
 from kvferry.errors import ShareError, TransferError, WireError
 from kvferry.p2p import P2pConfig, P2pNcclEngine
+from kvferry.p2p.signal.frames import MAX_MESSAGE_BYTES, decode_message, encode_message
 from kvferry.p2p.signal.messages import (
-    MAX_MESSAGE_BYTES,
     NOBODY,
     About,
     Ask,
@@ -32,8 +32,6 @@ from kvferry.p2p.signal.messages import (
     Stopped,
     TensorMeta,
     Welcome,
-    decode_message,
-    encode_message,
 )
 from p2p.conftest import Make
 from p2p.sides import Sides, address_of

@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from kvferry.errors import PeerGoneError, TransferError, WireError
+from kvferry.p2p.signal.frames import decode_message, encode_message
 from kvferry.p2p.signal.handshake import IPC_CARRIER, Acceptor, Initiator, Self, choose_carrier
 from kvferry.p2p.signal.loop import Loop
 from kvferry.p2p.signal.messages import (
@@ -24,8 +25,6 @@ from kvferry.p2p.signal.messages import (
     Introduce,
     Message,
     Welcome,
-    decode_message,
-    encode_message,
 )
 from kvferry.p2p.signal.neighbours import Links, Listener, Mapper
 from kvferry.p2p.signal.session import Session, State

@@ -11,7 +11,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.errors import ShareError, TransferError
-from kvferry.p2p.signal.messages import MAX_MESSAGE_BYTES
+from kvferry.p2p.signal.frames import MAX_MESSAGE_BYTES
 from kvferry.settings import join_host_port, split_host_port
 
 _UNREAD = 256  # messages of a peer

@@ -25,7 +25,8 @@ from kvferry.ipc.fds import recv, send
 from kvferry.ipc.peer import credentials
 from kvferry.layout import KVLayout
 from kvferry.p2p.carriers.ipc.caches import Exported, Layers, PeerCaches
-from kvferry.p2p.signal.messages import MAX_MESSAGE_BYTES, About
+from kvferry.p2p.signal.frames import MAX_MESSAGE_BYTES
+from kvferry.p2p.signal.messages import About
 
 STEP_S = 5.0
 _LENGTH = struct.Struct("<I")
