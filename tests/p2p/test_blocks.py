@@ -171,7 +171,8 @@ def test_asked_for_after_the_lease(make: Make) -> None:
         sending.wait(20)
     assert caught.value.code == "expired"
     receiving = d.receive_blocks("abc", TO, p.address, timeout_s=20)
-    assert error_code(receiving) in ("expired", "unknown")
+    # Where greeting took longer than the lease is remembered, the ask waits for as long as the claim does.
+    assert error_code(receiving) in ("expired", "unknown", "timed_out")
     assert all(torch.equal(target[name], before[name]) for name in target)
 
 
