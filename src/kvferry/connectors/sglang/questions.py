@@ -12,6 +12,7 @@ from kvferry.client import CacheClient, Lookup
 from kvferry.errors import DeadlineError, KVFerryError
 from kvferry.layout import HASH_BYTES, ChunkKeys
 
+MAX_DOUBLINGS = 4  # of a pause
 _NOTHING = Lookup(0, 0)
 _LOG = logging.getLogger("sglang.kvferry")
 
@@ -19,8 +20,8 @@ _LOG = logging.getLogger("sglang.kvferry")
 class Questions:
     """Looks up for one client. Any thread may.
 
-    A server that has not answered in time is asked nothing for `pause_s`: whoever asks is a thread that SGLang's
-    requests wait for. Meanwhile, and while there is no server, nothing is found.
+    A server that has not answered in time is asked nothing for `pause_s`, and for longer each time that it has not:
+    whoever asks is a thread that SGLang's requests wait for. Meanwhile, and while there is no server, nothing is found.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Questions:
         self._names = itertools.count()
         self._lock = threading.Lock()  # guards what follows
         self._asks_again_at = float("-inf")
+        self._num_late = 0
 
     @property
     def is_patient(self) -> bool:
@@ -52,7 +54,8 @@ class Questions:
     def pause(self) -> None:
         """The server was late: leave it alone for a while."""
         with self._lock:
-            self._asks_again_at = self._clock() + self._pause_s
+            self._asks_again_at = self._clock() + self._pause_s * 2 ** min(self._num_late, MAX_DOUBLINGS)
+            self._num_late += 1
 
     def lookup(self, keys: bytes, *, wait_s: float = 0.0) -> tuple[int, int]:
         """How many pages at the start of `keys` lie in one chain, and the lease on them, to be given back."""
@@ -65,6 +68,9 @@ class Questions:
             self.pause()
         except (KVFerryError, ValueError) as error:
             _LOG.warning("a lookup failed, so its tokens are computed: %s", error)
+        else:
+            with self._lock:
+                self._num_late = 0
         return found.tokens // self._page_tokens, found.lease_id
 
     def release(self, lease_id: int) -> None:
