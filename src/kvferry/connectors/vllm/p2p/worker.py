@@ -68,6 +68,7 @@ class PeerWorker:
         self._sends: dict[int, _Send] = {}  # by job
         self._receives: dict[int, _Receive] = {}
         self._new_sends: list[Sending] | None = None  # this step's, once they have begun
+        self._saved: set[int] = set()  # of which layers this step's sends have been told
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._report = WorkReport()
@@ -97,7 +98,8 @@ class PeerWorker:
         if not plan.sends or not self._rules.layer_wise:
             return
         item = self._rules.layers.get(layer_name)
-        if item is not None:
+        if item is not None and item not in self._saved:
+            self._saved.add(item)
             for sending in self._begin_sends(plan):
                 sending.layer_ready(item)
 
@@ -105,10 +107,10 @@ class PeerWorker:
         """All layers are computed, or queued; also those of which nobody said so, as in a CUDA graph."""
         if not plan.sends:
             return
-        sendings = self._begin_sends(plan)
-        self._new_sends = None
+        sendings, saved = self._begin_sends(plan), self._saved
+        self._new_sends, self._saved = None, set()
         for sending in sendings:
-            for item in set(self._rules.layers.values()):
+            for item in sorted(set(self._rules.layers.values()) - saved):
                 sending.layer_ready(item)
         if self._rules.send_type == "PUT":
             until = self._clock() + min(PUT_WAIT_S, self._rules.lease_s)
