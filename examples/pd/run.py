@@ -152,10 +152,10 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--port", type=int, default=10001, help="where the router answers")
     parser.add_argument("--ask", help="ask this one thing, and end")
-    parser.add_argument("more", nargs="*", help="after --: more for vLLM's servers")
-    words = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    words, more = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with deployment(words.model, words.port, words.more) as url:
+    with deployment(words.model, words.port, more) as url:
         body = {"model": words.model, "prompt": words.ask or "The ferry leaves at", "max_tokens": 32}
         if words.ask:
             print(f"answer: {ask(url, '/v1/completions', body)['choices'][0]['text']!r}")

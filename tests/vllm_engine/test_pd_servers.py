@@ -28,6 +28,7 @@ from vllm_engine.stage import IS_026, Reference
 pytestmark = pytest.mark.skipif(IS_026, reason="its server has another entry point")
 
 AT_ONCE = 8
+LOAD, WARM = 48, 2
 
 
 @pytest.fixture(scope="module")
@@ -213,12 +214,12 @@ def test_load(deploy: Any, results: Results) -> None:
     deployment = deploy(1, 1)
     single = deployment.single().ready()
     for name, length, tokens in (("short", 100, 32), ("long", 1400, 32)):
-        prompts = [prompt(2000 + number, length) for number in range(48)]
+        prompts = [prompt(2000 + number, length) for number in range(LOAD)]
         alone = load(single.url, deployment.model, prompts, tokens)
         routed = load(deployment.router.url, deployment.model, prompts, tokens)
         results.add(f"pd_{name}_requests", routed[0], "requests/s", limit=alone[0])
         results.add(f"pd_{name}_first_token", routed[1], "ms", limit=alone[1])
-    eventually(lambda: received(deployment) == 2 * 48, 30)
+    eventually(lambda: received(deployment) == 2 * (LOAD + WARM), 30)
 
 
 def load(url: str, model: Path, prompts: list[list[int]], max_tokens: int) -> tuple[float, float]:
@@ -228,7 +229,7 @@ def load(url: str, model: Path, prompts: list[list[int]], max_tokens: int) -> tu
         return complete(url, model, one, stream=True, max_tokens=max_tokens)[1]
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        list(pool.map(ask, prompts[:2]))
+        list(pool.map(ask, prompts[:WARM]))
         began = time.monotonic()
         firsts = list(pool.map(ask, prompts))
     return len(prompts) / (time.monotonic() - began), statistics.median(firsts) * 1e3
