@@ -37,15 +37,17 @@ def free_port() -> int:
         return port
 
 
-def devices() -> list[dict[str, str]]:
-    """What each of the two engines is to have in its environment."""
+def devices() -> list[tuple[dict[str, str], list[str]]]:
+    """What each of the two engines is to have in its environment, and among its options."""
     import torch
 
     count = torch.cuda.device_count()
     if count:
-        return [{"CUDA_VISIBLE_DEVICES": str(number % count)} for number in range(2)]
+        words = ["--gpu-memory-utilization", "0.4"] if count == 1 else []
+        return [({"CUDA_VISIBLE_DEVICES": str(number % count)}, words) for number in range(2)]
     threads = str(max(1, (os.cpu_count() or 2) // 2))
-    return [{"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}] * 2
+    environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": threads}
+    return [(environ, [])] * 2
 
 
 def connector(role: str, heartbeat: str, http_port: int) -> str:
@@ -113,9 +115,9 @@ def deployment(model: str, port: int, more: list[str]) -> Iterator[str]:
         url, _, heartbeat = router.stdout.readline().strip().removeprefix("ready: ").partition(", heartbeats at ")
         processes.check()
         roles = [("prefill", "kv_producer"), ("decode", "kv_consumer")]
-        for (name, role), environ in zip(roles, devices(), strict=True):
+        for (name, role), (environ, options) in zip(roles, devices(), strict=True):
             own = free_port()
-            words = ["--model", model, "--host", "127.0.0.1", "--port", str(own), *more]
+            words = ["--model", model, "--host", "127.0.0.1", "--port", str(own), *options, *more]
             words += ["--kv-transfer-config", connector(role, heartbeat, own)]
             server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words]
             processes.start(name, server, environ)
