@@ -54,11 +54,14 @@ def make(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     install(monkeypatch)
     made: list[Any] = []
 
-    def begin(value: float | None = None, **extra: Any) -> Any:
+    def begin(value: float | None = None, *, kind: str = "MHATokenToKVPool", **extra: Any) -> Any:
         linker = importlib.import_module("kvferry.connectors.sglang.linker")
         settings = {"url": stage.url, "model_id": "m@1", "answer_timeout_s": 3.0, "load_timeout_s": 3.0, **extra}
         found = linker.KVFerryLinker(
-            SimpleNamespace(model_path="/models/tiny"), params(pool(value)), components=[FULL], extra_config=settings
+            SimpleNamespace(model_path="/models/tiny"),
+            params(pool(value, kind)),
+            components=[FULL],
+            extra_config=settings,
         )
         made.append(found)
         eventually(lambda: found._client.stats()["memory_bytes"] >= 16 << 20)
@@ -198,6 +201,20 @@ def test_other_pools_are_neither_kept_nor_found(make: Callable[..., Any]) -> Non
     assert first.lookup("r", both) == []
     assert not first.load("r", both)
     assert not first.offload(both)
+
+
+def test_latents_are_written_by_one_rank_for_all(make: Callable[..., Any]) -> None:
+    first, second = make(kind="MLATokenToKVPool"), make(-1.0, kind="MLATokenToKVPool")
+    assert first._rank.shared
+    object.__setattr__(first._rank, "tp_rank", 1)
+    assert offload(first, KEYS, *range(6))
+    assert first.lookup("r", kv(KEYS)) == []  # another rank's turn
+    object.__setattr__(first._rank, "tp_rank", 0)
+    assert offload(first, KEYS, *range(6))
+    assert second.lookup("r", kv(KEYS)) == [1, 2, 3, 4, 5, 6]
+    assert load(second, "r", KEYS, *range(6))
+    assert page(second, 5).equal(page(first, 5))
+    assert make(-1.0).lookup("r", kv(KEYS)) == []  # plain keys and values are something else
 
 
 def test_a_void_promise_is_refused_by_a_rank_alone(stage: Stage, make: Callable[..., Any]) -> None:

@@ -19,6 +19,7 @@ def prepare() -> None:
     mla_module.MLATokenToKVPoolHost.load_to_device_per_layer = _load_latents
     mla_module.MLATokenToKVPoolHost.backup_from_device_all_layer = _back_up_latents
     torch.cpu.Stream.synchronize = lambda stream: None  # type: ignore[attr-defined]
+    torch._dynamo.config.disable = True
     # An engine's processes are forked from one that has SGLang: importing it anew takes longer than all the rest.
     set_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_method("fork", force=True)
