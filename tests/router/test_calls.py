@@ -158,3 +158,24 @@ def test_a_task_that_misses_its_cancellation_is_told_again() -> None:
         assert task.cancelled()
 
     asyncio.run(body())
+
+
+def test_a_call_that_is_over_has_no_connection() -> None:
+    async def both() -> None:
+        hung_up = asyncio.Event()
+
+        async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await silent(reader, writer)
+            hung_up.set()
+
+        async def body(address: EngineAddress) -> None:
+            with EngineCalls().call(address, ASK) as call:
+                waiting = asyncio.create_task(call.head())
+                await asyncio.sleep(0.1)
+            await asyncio.wait_for(hung_up.wait(), 10)  # while somebody still has the call
+            assert call is not None
+            await end_tasks([waiting])
+
+        await with_server(handler, body)
+
+    asyncio.run(both())
