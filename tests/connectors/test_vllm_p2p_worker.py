@@ -192,6 +192,15 @@ def test_without_an_address_it_is_kept_until_it_is_asked_for(make: Callable[...,
     assert prefill.ends() == {1: DONE}
 
 
+def test_with_get_nothing_goes_before_it_is_asked_for(make: Callable[..., Side]) -> None:
+    """Whatever address the request named: here nobody listens there."""
+    prefill, decode = (make(fill, send_type="GET") for fill in (1, 2))
+    prefill.send(send(prefill, "127.0.0.1:9"))
+    decode.worker.start(receive(prefill.address, ask=True))
+    assert decode.ends() == {7: DONE}
+    assert prefill.ends() == {1: DONE}
+
+
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_prefill_that_will_not_be_fails_the_wait_at_once(make: Callable[..., Side], asked: bool) -> None:
     send_type = "GET" if asked else "PUT_ASYNC"
@@ -228,7 +237,9 @@ def test_a_cancelled_wait_ends_and_so_does_a_cancelled_send(make: Callable[..., 
 
 
 def test_a_wait_has_a_deadline(make: Callable[..., Side]) -> None:
-    prefill, decode = make(1), make(2, lease_s=0.2)
+    """That of the connector, whatever that of its engine is."""
+    prefill, decode = make(1), make(2, lease_s=LONG_S)
+    decode.worker = PeerWorker(decode.engine, WorkerRules(Rank(0, 1), {}, "PUT_ASYNC", 0.2))
     decode.worker.start(receive(prefill.address))
     assert decode.ends() == {7: FAILED}
 
