@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.connectors.vllm.identity import lora_name, model_name
 from kvferry.connectors.vllm.keys import NotExpressible
-from kvferry.connectors.vllm.weights import files_digest, weights_name
+from kvferry.connectors.weights import files_digest, weights_name
 
 
 def checkpoint(folder: Path, fill: bytes = b"w", size: int = 200_000) -> Path:

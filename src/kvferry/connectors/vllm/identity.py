@@ -8,7 +8,7 @@ import logging
 from typing import Any
 
 from kvferry.connectors.vllm.keys import NotExpressible
-from kvferry.connectors.vllm.weights import weights_name
+from kvferry.connectors.weights import weights_name
 
 # Fields of a model's configuration that differ between copies and releases, and mean nothing for KV.
 _NOT_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "name_or_path"})
