@@ -117,6 +117,8 @@ def test_one_engine_of_both_roles_on_either_side(stage: Stage, reference: Refere
 @pytest.mark.parametrize("kind", ["deepseek", "gemma"])
 def test_models_whose_kv_cannot_be_handed_over(stage: Stage, alone: Any, tmp_path: Path, kind: str) -> None:
     """Latent attention on a CPU, which cannot go on from a prefix; layers in several groups. The log says so."""
+    if IS_026 and kind == "deepseek":
+        pytest.skip("vLLM 0.26 has no latent attention on CPUs")
     model = getattr(models, kind)(tmp_path / kind)
     wanted = alone(model, max_num_seqs=1)
     engine = stage.engine(model=model, max_num_seqs=1, connector=connector("kv_consumer"))
