@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import math
 import time
@@ -95,6 +96,12 @@ class PeerChild(EngineChild):
         found = self.generate(seed, length, tokens, extra_args={"kv_transfer_params": params})
         last = [self._clock.seconds(mark) for mark in self._last_layers]
         return {**found, "transfers": list(self._transfers), "last_layer_s": last[-1] if last else None}
+
+    def take_any_kv(self) -> dict[str, Any]:
+        """For the control: let KV of another prompt come, which ours would refuse."""
+        scheduler: Any = importlib.import_module("kvferry.connectors.vllm.p2p.scheduler")
+        scheduler.tag_of = lambda request: b""
+        return {}
 
     def peers(self) -> dict[str, Any]:
         """What moves the KV, as KVferry's engine says."""

@@ -102,6 +102,8 @@ class Pair:
     def control(self, length: int) -> dict[str, Any]:
         """KV of another prompt comes, under the right transfer id."""
         asked = next(self._seeds)
+        for engine in (self._prefill, self._decode):
+            engine.ask("take_any_kv")
         run = self.sequential(length, TOKENS, asked=asked)
         self.own(asked, length)  # computed; then from its cache, as all that is compared
         return {"equal": same(self.own(asked, length), run["tokens"]), "cached": run["cached"]}

@@ -298,3 +298,20 @@ def test_a_forked_child_has_no_engine(pair: Pair) -> None:
     p.send_blocks("after", TO, d.address).wait(20)
     receiving.wait(20)
     assert equal(source, target)
+
+
+def test_the_kv_of_something_else(pair: Pair) -> None:
+    """Both sides learn that one id was given for two things; the id of another transfer is as good as before."""
+    p, source, d, target = pair
+    before = {name: cache.clone() for name, cache in target.items()}
+    for kept in (False, True):
+        receiving = d.receive_blocks(f"a{kept}", TO, p.address if kept else None, tag=b"one prompt", timeout_s=20)
+        sending = p.send_blocks(f"a{kept}", FROM, None if kept else d.address, tag=b"another")
+        assert error_code(receiving) == error_code(sending) == "mismatch"
+    assert all(torch.equal(target[name], before[name]) for name in target)
+    receiving = d.receive_blocks("b", TO, tag=b"one prompt", timeout_s=20)
+    p.send_blocks("b", FROM, d.address, tag=b"one prompt").wait(20)
+    receiving.wait(20)
+    assert equal(source, target)
+    with pytest.raises(ValueError, match="a tag of 65 bytes"):
+        p.send_blocks("c", FROM, d.address, tag=bytes(65))

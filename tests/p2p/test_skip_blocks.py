@@ -144,7 +144,7 @@ def test_ranks_of_different_sizes(make: Make, carrier: str, order: str, p_size: 
         for rank, engine in enumerate(receivers):
             first = rank * p_size // d_size
             addresses = [one.address for one in senders[first : first + parts]] if asked else None
-            options = {"skip_blocks": SKIP - rank % 2, "senders": parts, "timeout_s": 30}
+            options: dict[str, Any] = {"skip_blocks": SKIP - rank % 2, "senders": parts, "timeout_s": 30}
             found.append(engine.receive_blocks("t", TO[SKIP - rank % 2 :], addresses, **options))
         return found
 

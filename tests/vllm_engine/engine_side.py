@@ -17,6 +17,8 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
 from vllm.sampling_params import RequestOutputKind
 
+from kvferry.connectors.vllm.p2p import scheduler as p2p_scheduler
+
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "detokenize": False}
 
 
@@ -204,6 +206,11 @@ class EngineSide:
         connector = self._scheduler.connector
         children = [child._scheduler for child in getattr(connector, "_connectors", [connector])]
         return {"addresses": next(child.own_addresses for child in children if hasattr(child, "own_addresses"))}
+
+    def take_any_kv(self) -> None:
+        """For controls: let KV of another prompt come under a transfer's id."""
+        module: Any = p2p_scheduler
+        module.tag_of = lambda request: b""
 
     def receiving(self) -> dict[str, Any]:
         """How many transfers a P2pNcclConnector waits for."""

@@ -38,14 +38,22 @@ def test_from_prefill_to_decode(stage: Stage, reference: Reference, router: zmq.
     engines_are_heard_of(router, peers)
 
     other, asked = prompt(500, 300), prompt(501, 300)
+    assert swapped(peers, other, asked) == reference([asked])  # refused, and computed
+    for engine in (peers.prefill, peers.decode):
+        engine.call("take_any_kv")
+    assert swapped(peers, other, asked) != reference([asked])
+
+    one_after_the_other(peers, reference)
+    all_blocks_are_free(peers.prefill, peers.decode)
+
+
+def swapped(peers: Peers, other: list[int], asked: list[int]) -> Any:
+    """Tokens for a prompt whose transfer brings KV of the other."""
     to_prefill, to_decode = peers.params()
     submit(peers.prefill, other, 1, to_prefill)
     names = submit(peers.decode, asked, 16, to_decode)
     peers.run()
-    assert peers.decode.call("results", ids=names)["tokens"] != reference([asked])
-
-    one_after_the_other(peers, reference)
-    all_blocks_are_free(peers.prefill, peers.decode)
+    return peers.decode.call("results", ids=names)["tokens"]
 
 
 def engines_are_heard_of(router: zmq.Socket[bytes], peers: Peers) -> None:

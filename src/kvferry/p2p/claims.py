@@ -52,7 +52,9 @@ def claim_tensor(
     return Claim(key, ends_at, problem, deliver, memory, progress=receiving.items_landed)
 
 
-def claim_blocks(receiving: Receiving, part: int, *, memory: BlockMemory, skip_blocks: int, ends_at: float) -> Claim:
+def claim_blocks(
+    receiving: Receiving, part: int, *, memory: BlockMemory, skip_blocks: int, tag: bytes, ends_at: float
+) -> Claim:
     """A claim to the blocks behind the first `skip_blocks`, of which part number `part` comes from one sender."""
 
     def problem(offer: Offer) -> TransferError | None:
@@ -61,6 +63,10 @@ def claim_blocks(receiving: Receiving, part: int, *, memory: BlockMemory, skip_b
             return TransferError("mismatch", f"{offer.transfer_id!r} is a tensor; {wanted}")
         if offer.num_blocks != skip_blocks + len(memory.ids):
             return TransferError("mismatch", f"{offer.num_blocks} blocks come as {offer.transfer_id!r}; {wanted}")
+        if offer.tag != tag:
+            return TransferError(
+                "mismatch", f"what comes as {offer.transfer_id!r} is the KV of something else: other tags"
+            )
         return None
 
     key = InKey(receiving.transfer_id, part)

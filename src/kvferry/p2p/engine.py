@@ -21,7 +21,7 @@ from kvferry.p2p.config import P2pConfig
 from kvferry.p2p.futures import Receiving, Sending
 from kvferry.p2p.memory import BlockMemory, Int64s, flat_memory, meta_of
 from kvferry.p2p.posts import Posts
-from kvferry.p2p.signal.messages import MAX_ID_CHARS, Offer
+from kvferry.p2p.signal.messages import MAX_ID_CHARS, MAX_TAG_BYTES, Offer
 from kvferry.p2p.signal.sockets import resolved
 from kvferry.p2p.streams import mark
 
@@ -138,20 +138,22 @@ class P2pNcclEngine:
         *,
         readers: int = 1,
         layer_wise: bool = False,
+        tag: bytes = b"",
     ) -> Sending:
         """Send blocks of the registered caches; they must stay as they are until the `Sending` is done.
 
         `remote_address` may be several, one a rank that takes its heads; without one the blocks are kept until they
-        are asked for by `readers` ranks. With `layer_wise` each layer waits for `Sending.layer_ready`.
+        are asked for by `readers` ranks. With `layer_wise` each layer waits for `Sending.layer_ready`. `tag`, of at
+        most 64 bytes, says what their KV is of, such as a hash of the tokens; the receiver has to give the same.
 
-        Raises BlockIdError, LayoutError.
+        Raises BlockIdError, LayoutError, ValueError.
         """
-        _check_id(transfer_id)
+        _check_id(transfer_id, tag)
         caches = self._caches()
         ids = caches.check_ids(block_ids)
         targets: list[str | int] = [resolved(address) for address in _listed(remote_address)] or list(range(readers))
         sending = Sending(transfer_id, len(targets))
-        offer = _offer(transfer_id, item_bytes=(0,) * len(caches.layers), num_blocks=len(ids))
+        offer = _offer(transfer_id, item_bytes=(0,) * len(caches.layers), num_blocks=len(ids), tag=tag)
         numbers = self._posts.send(sending, offer, BlockMemory(caches, ids), targets=targets)
         sending.on_layer_ready(lambda layer: self._posts.ready(numbers, [layer], event=mark(caches.device)))
         if not layer_wise:
@@ -166,15 +168,17 @@ class P2pNcclEngine:
         *,
         skip_blocks: int = 0,
         senders: int = 1,
+        tag: bytes = b"",
         timeout_s: float | None = None,
     ) -> Receiving:
         """Let a transfer land in blocks of the registered caches, which nobody else may touch until it is done.
 
         Its first `skip_blocks` blocks are not wanted, and not moved; `block_ids` are for the others. With an address
         (one a rank that has some of the heads) these are asked for it; without, it is waited for from `senders` ranks.
-        It ends within `timeout_s` (the lease's time). Raises BlockIdError, LayoutError, ValueError.
+        It ends within `timeout_s` (the lease's time). Where the sender has given another `tag` both sides have an error
+        ("mismatch"). Raises BlockIdError, LayoutError, ValueError.
         """
-        _check_id(transfer_id)
+        _check_id(transfer_id, tag)
         caches = self._caches()
         if skip_blocks < 0:
             raise ValueError(f"skip_blocks is {skip_blocks}; it is a number of blocks")
@@ -184,7 +188,7 @@ class P2pNcclEngine:
         receiving = Receiving(transfer_id, len(parts), len(caches.layers))
         core, until, event = self._parts.core, self._posts.until(timeout_s), mark(caches.device)
         claims = [
-            claim_blocks(receiving, part, memory=memory, skip_blocks=skip_blocks, ends_at=until)
+            claim_blocks(receiving, part, memory=memory, skip_blocks=skip_blocks, tag=tag, ends_at=until)
             for part in range(len(parts))
         ]
         cancels = [partial(core.when_done, event, partial(core.cancel_claim, claim.key)) for claim in claims]
@@ -262,6 +266,8 @@ def _listed(address: Addresses) -> list[str]:
     return [] if address is None else [address] if isinstance(address, str) else list(address)
 
 
-def _check_id(transfer_id: str) -> None:
+def _check_id(transfer_id: str, tag: bytes = b"") -> None:
+    if len(tag) > MAX_TAG_BYTES:
+        raise ValueError(f"a tag of {len(tag)} bytes; it has at most {MAX_TAG_BYTES}")
     if not isinstance(transfer_id, str) or not 0 < len(transfer_id) <= MAX_ID_CHARS:
         raise ValueError(f"a transfer id is a string of 1 to {MAX_ID_CHARS} characters, got {transfer_id!r:.100}")

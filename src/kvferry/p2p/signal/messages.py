@@ -17,6 +17,7 @@ INSTANCE_BYTES = 16
 NONCE_BYTES = 32
 NOBODY = b"\0" * INSTANCE_BYTES
 MAX_ID_CHARS = 1024
+MAX_TAG_BYTES = 64
 
 Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -139,11 +140,15 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=32)]
 
 
+Tag = Annotated[bytes, Meta(max_length=MAX_TAG_BYTES)]
+
+
 class Offer(Message, frozen=True, kw_only=True):
     """A transfer that the sender has ready: a `tensor`, or `num_blocks` blocks of all layers.
 
     `item_bytes` are those of the tensor, or of each layer. `part` is the sender's, where several ranks send under one
-    id. `block_ids` are the sender's, where the receiver reads them itself.
+    id. `block_ids` are the sender's, where the receiver reads them itself. `tag` says what the KV is of: that of the
+    claim has to be the same.
     """
 
     number: Number
@@ -154,6 +159,7 @@ class Offer(Message, frozen=True, kw_only=True):
     tensor: TensorMeta | None = None
     num_blocks: Count = 0
     block_ids: BlockIds = b""
+    tag: Tag = b""
 
     def without(self, skip_blocks: int) -> Offer:
         """The same without its first blocks, which are fewer than all."""

@@ -14,13 +14,14 @@ class SendPlan:
     job_id: int
     handover: Handover
     block_ids: tuple[int, ...]
+    tag: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivePlan:
     """Fill the blocks `block_ids`; the first `skip_blocks` blocks of the transfer are there.
 
-    Without a `handover` it fails: vLLM loads other tokens than were offered.
+    Without a `handover` it fails: vLLM loads other tokens than were offered. `tag` is a hash of the prompt.
     """
 
     job_id: int
@@ -28,6 +29,7 @@ class ReceivePlan:
     handover: Handover | None
     block_ids: tuple[int, ...]
     skip_blocks: int
+    tag: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

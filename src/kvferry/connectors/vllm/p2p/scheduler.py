@@ -13,6 +13,7 @@ from kvferry.connectors.vllm.counters import P2P_COUNTERS, Counters
 from kvferry.connectors.vllm.jobs import JobTable
 from kvferry.connectors.vllm.p2p.handover import Handover, HandoverError, Part, answer, handover_of
 from kvferry.connectors.vllm.p2p.plans import PeerPlan, ReceivePlan, SendPlan
+from kvferry.connectors.vllm.p2p.tags import tag_of
 from kvferry.connectors.vllm.plans import WorkReport
 from kvferry.connectors.vllm.requests import num_blocks
 from kvferry.connectors.vllm.steps import scheduled
@@ -98,7 +99,8 @@ class PeerScheduler:
         targets = tuple(block_ids[skip:total])
         state.phase, state.job_id = Phase.UNDER_WAY, self.jobs.begin_load(request.request_id, targets, 0)
         wanted = state.handover if fits else None
-        self._receives.append(ReceivePlan(state.job_id, request.request_id, wanted, targets, skip))
+        tag = tag_of(request)
+        self._receives.append(ReceivePlan(state.job_id, request.request_id, wanted, targets, skip, tag))
         self.counters.add("p2p_received_tokens", num_tokens)
 
     def plan(self, output: Any) -> PeerPlan:
@@ -193,7 +195,7 @@ class PeerScheduler:
             state.phase = Phase.OVER
             return []
         state.phase, state.job_id = Phase.UNDER_WAY, self.jobs.begin_store(request_id, blocks)
-        return [SendPlan(state.job_id, state.handover, blocks)]
+        return [SendPlan(state.job_id, state.handover, blocks, tag_of(state.request))]
 
     def _drop(self, state: _Peered) -> None:
         """It will not be sent, or is not wanted; the other engine is told, where there was something to tell of."""

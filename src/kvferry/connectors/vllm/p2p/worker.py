@@ -169,6 +169,7 @@ class PeerWorker:
                 sources if handover.ask else None,
                 skip_blocks=plan.skip_blocks,
                 senders=len(sources) or 1,
+                tag=plan.tag,
                 timeout_s=lease_s,
             )
         except (KVFerryError, ValueError) as error:
@@ -199,6 +200,7 @@ class PeerWorker:
                 None if keep else targets,
                 readers=len(targets) or 1,
                 layer_wise=True,
+                tag=plan.tag,
             )
         except (KVFerryError, ValueError) as error:
             self._fail_send(plan, error)
