@@ -50,8 +50,8 @@ def offered(wanted: str, made: Carriers, device: int | None, caches: KVCaches | 
     if not names and caches is None and (wanted == IPC_CARRIER or not device_uuid):
         names = [IPC_CARRIER if wanted == IPC_CARRIER else HOST_CARRIER]  # until there are caches
     if not names:
-        where = f"GPU {device}" if caches is None else f"KV caches on {caches.device}"
-        raise LayoutError(f"carrier {wanted} cannot move what is on {where}: {'; '.join(problems)}")
+        where = f"what is on GPU {device}" if caches is None else f"KV caches on {caches.device}"
+        raise LayoutError(f"carrier {wanted} cannot move {where}: {'; '.join(problems)}")
     return Offered(tuple(names), device_uuid, "; ".join(problems))
 
 
