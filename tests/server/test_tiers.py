@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cache.tiers.format import HEADER_BYTES
 from serving.engine_side import CHUNK_TOKENS
 from serving.process import eventually
 from serving.tiers import (
