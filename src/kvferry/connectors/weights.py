@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 from pathlib import Path
@@ -33,6 +34,27 @@ def weights_name(model: str, revision: str) -> str | None:
     if found is None:
         return f"commit:{model}@{revision}" if _COMMIT.fullmatch(revision) else None
     return f"files:{found}"
+
+
+def weights_or_own(
+    model: str, revision: str, load_format: str, *, engine_id: str, setting: str, log: logging.Logger
+) -> str:
+    """The name of an engine's weights; where nothing says what they are, one that no other engine has.
+
+    `setting` is what a user sets to name them, `log` where the engine's own lines go.
+    """
+    if load_format.lower().endswith("dummy"):
+        return f"of engine:{engine_id}"
+    name = weights_name(model, revision)
+    if name is not None:
+        return name
+    log.warning(
+        "nothing on this host says what the weights of %s are, so this engine shares KV with no other. If they never "
+        "change under that name, set %s.",
+        model,
+        setting,
+    )
+    return f"of engine:{engine_id}"
 
 
 def model_folder(model: str, revision: str) -> Path | None:

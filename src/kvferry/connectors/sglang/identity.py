@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.connectors.weights import weights_name
+from kvferry.connectors.weights import weights_or_own
 
 # What SGLang was told that decides what KV is. One that a release has not is empty there.
 _DECISIVE = (
@@ -70,14 +70,7 @@ def model_name(
 
 
 def _weights(server_args: Any, model: str, engine_id: str) -> str:
-    if str(getattr(server_args, "load_format", "")).lower().endswith("dummy"):
-        return f"of engine:{engine_id}"
-    name = weights_name(model, str(getattr(server_args, "revision", None) or ""))
-    if name is not None:
-        return name
-    _LOG.warning(
-        "nothing on this host says what the weights of %s are, so this engine shares KV with no other. If they never "
-        "change under that name, set model_id in KVferry's extra config.",
-        model,
+    revision, load_format = (str(getattr(server_args, name, None) or "") for name in ("revision", "load_format"))
+    return weights_or_own(
+        model, revision, load_format, engine_id=engine_id, log=_LOG, setting="model_id in KVferry's extra config"
     )
-    return f"of engine:{engine_id}"

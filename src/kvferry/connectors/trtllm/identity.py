@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from kvferry.connectors.weights import weights_name
+from kvferry.connectors.weights import weights_or_own
 
 # Fields of a model's configuration that differ between copies and releases, and mean nothing for KV.
 _NOT_MODEL = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "name_or_path"})
@@ -42,14 +42,7 @@ def model_name(llm_args: Any, config: Mapping[str, Any], *, model_id: str, relea
 
 
 def _weights(llm_args: Any, model: str, engine_id: str) -> str:
-    if str(getattr(llm_args, "load_format", "")).lower().endswith("dummy"):
-        return f"of engine:{engine_id}"
-    name = weights_name(model, str(getattr(llm_args, "revision", None) or ""))
-    if name is not None:
-        return name
-    _LOG.warning(
-        "nothing on this host says what the weights of %s are, so this engine shares KV with no other. If they never "
-        "change under that name, set KVFERRY_TRTLLM_MODEL_ID.",
-        model,
+    revision, load_format = (str(getattr(llm_args, name, None) or "") for name in ("revision", "load_format"))
+    return weights_or_own(
+        model, revision, load_format, engine_id=engine_id, log=_LOG, setting="KVFERRY_TRTLLM_MODEL_ID"
     )
-    return f"of engine:{engine_id}"

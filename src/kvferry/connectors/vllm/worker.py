@@ -13,7 +13,8 @@ import numpy as np
 
 from kvferry.client import CacheClient, Job, RetrieveResult, StoreResult
 from kvferry.connectors.vllm.counters import Counters
-from kvferry.connectors.vllm.plans import LoadPlan, StepPlan, StorePlan, WorkReport
+from kvferry.connectors.vllm.outcomes import Outcomes
+from kvferry.connectors.vllm.plans import LoadPlan, StepPlan, StorePlan
 from kvferry.errors import DeadlineError, KVFerryError, RequestError, ServerGoneError
 
 # In a step that computes nothing a worker waits so long for a job, which costs less than vLLM's stepping in a circle.
@@ -41,7 +42,7 @@ class _Store:
     job: Job[StoreResult]
 
 
-class WorkerSide:
+class WorkerSide(Outcomes):
     """The jobs of one rank. One thread, vLLM's; nothing waits for the server but a moment in an idle step.
 
     Where the server does not confirm that a load is stopped, the request is computed in other blocks, and the old ones
@@ -57,6 +58,7 @@ class WorkerSide:
         can_drop_loads: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self.counters = Counters()
         self._client = client
         self._load_timeout_s = load_timeout_s
@@ -66,9 +68,6 @@ class WorkerSide:
         self._stores: list[_Store] = []
         self._loads_to_begin: deque[tuple[float, LoadPlan]] = deque()  # each with the time when it came
         self._stores_to_begin: deque[tuple[float, StorePlan]] = deque()
-        self._received: set[str] = set()
-        self._failed_blocks: set[int] = set()
-        self._report = WorkReport()
         self._told: set[str] = set()
 
     def start_loads(self, plan: StepPlan) -> None:
@@ -90,28 +89,6 @@ class WorkerSide:
         self._stores = [store for store in self._stores if not self._end_store(store)]
         self._begin()
         self._fail_unbegun(self._clock() - self._load_timeout_s, "earlier jobs have not ended")
-
-    def take_received(self) -> set[str]:
-        """Requests whose loads have ended, well or not, since the last time."""
-        taken, self._received = self._received, set()
-        return taken
-
-    def take_failed_blocks(self) -> set[int]:
-        """Blocks that ended loads have not filled, since the last time."""
-        taken, self._failed_blocks = self._failed_blocks, set()
-        return taken
-
-    @property
-    def dropped(self) -> set[str]:
-        """Requests whose loads were given up unended, until `take_report` tells of them."""
-        return set(self._report.dropped)
-
-    def take_report(self) -> WorkReport | None:
-        """What to tell the scheduler's side; None where there is nothing."""
-        if not self._report:
-            return None
-        taken, self._report = self._report, WorkReport()
-        return taken
 
     def use(self, client: CacheClient | None) -> None:
         """Go on with another client, or without; the server has let go of the blocks on return, or is gone."""

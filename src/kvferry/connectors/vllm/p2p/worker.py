@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.connectors.vllm.counters import P2P_COUNTERS, Counters
+from kvferry.connectors.vllm.outcomes import Outcomes
 from kvferry.connectors.vllm.p2p.handover import Handover
 from kvferry.connectors.vllm.p2p.plans import PeerPlan, ReceivePlan, SendPlan
 from kvferry.connectors.vllm.p2p.ranks import Rank
-from kvferry.connectors.vllm.plans import WorkReport
 from kvferry.errors import DeadlineError, KVFerryError, PeerGoneError, TransferError
 from kvferry.p2p import P2pNcclEngine, Receiving, Sending
 
@@ -52,7 +52,7 @@ class _Receive:
     given_up: bool = False
 
 
-class PeerWorker:
+class PeerWorker(Outcomes):
     """The transfers of one rank. One thread, vLLM's, waits for them: a moment in an idle step, or as PUT wants it.
 
     The engine's own thread calls `_wake.set` when one of them has ended.
@@ -61,6 +61,7 @@ class PeerWorker:
     def __init__(
         self, engine: P2pNcclEngine | None, rules: WorkerRules, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__()
         self.counters = Counters(P2P_COUNTERS)
         self._engine = engine
         self._rules = rules
@@ -69,9 +70,6 @@ class PeerWorker:
         self._receives: dict[int, _Receive] = {}
         self._new_sends: list[Sending] | None = None  # this step's, once they have begun
         self._saved: set[int] = set()  # of which layers this step's sends have been told
-        self._received: set[str] = set()
-        self._failed_blocks: set[int] = set()
-        self._report = WorkReport()
         self._told: set[str] = set()
         self._wake = threading.Event()
 
@@ -123,28 +121,6 @@ class PeerWorker:
         self._wake.clear()
         if not self._look() and idle and (self._sends or self._receives) and self._wake.wait(IDLE_WAIT_S):
             self._look()
-
-    def take_received(self) -> set[str]:
-        """Requests whose KV has come, or will not, since the last time."""
-        taken, self._received = self._received, set()
-        return taken
-
-    def take_failed_blocks(self) -> set[int]:
-        """Blocks that have not been filled, since the last time."""
-        taken, self._failed_blocks = self._failed_blocks, set()
-        return taken
-
-    @property
-    def dropped(self) -> set[str]:
-        """Requests whose transfers were given up unended, until `take_report` tells of them."""
-        return set(self._report.dropped)
-
-    def take_report(self) -> WorkReport | None:
-        """What to tell the scheduler's side; None where there is nothing."""
-        if not self._report:
-            return None
-        taken, self._report = self._report, WorkReport()
-        return taken
 
     def close(self) -> None:
         """End all transfers. Idempotent."""
