@@ -16,11 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry.connectors.vllm import engine
+from kvferry.connectors.vllm.hooks import OutcomeHooks
 from kvferry.connectors.vllm.plans import StepPlan, WorkReport
 from kvferry.connectors.vllm.refusals import refusal
 from kvferry.connectors.vllm.scheduler import SchedulerSide
 from kvferry.connectors.vllm.settings import ConnectorSettings
-from kvferry.connectors.vllm.stats import KVFerryPromMetrics, KVFerryStats
+from kvferry.connectors.vllm.stats import KVFerryPromMetrics
 from kvferry.connectors.vllm.worker import WorkerSide
 
 _LOG = logging.getLogger("vllm.kvferry")
@@ -32,7 +33,7 @@ with contextlib.suppress(ValueError):  # vLLM's MultiConnector looks its childre
     KVConnectorFactory.register_connector("KVFerryConnector", "kvferry.connectors.vllm", "KVFerryConnector")
 
 
-class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
+class KVFerryConnector(OutcomeHooks, KVConnectorBase_V1, SupportsHMA):
     """Reuses KV through a KVferry cache server. Loads and stores run beside the engine's steps.
 
     Whatever goes wrong between engine and server, requests are computed as if there were no server, and the log says
@@ -133,41 +134,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.start_stores(self._plan)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
-        self._worker.poll(idle=self._plan.idle)
-        return None, self._worker.take_received() or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        _, received = self.get_finished(finished_req_ids)
-        results = engine.transfer_results()
-        results.finished_recving = received or set()
-        if self._worker is not None:
-            results.failed_recving = self._worker.dropped
-        return results
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.take_failed_blocks()
-
-    def build_connector_worker_meta(self) -> WorkReport | None:
-        return None if self._worker is None else self._worker.take_report()
-
     # Both.
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
             if side is not None:
                 side.close()
-
-    def get_kv_connector_stats(self) -> KVFerryStats | None:
-        side = self._scheduler or self._worker
-        counts = {} if side is None else side.counters.take()
-        return KVFerryStats(data=counts) if counts else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
-        return KVFerryStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(

@@ -17,7 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvferry.connectors.vllm.engine import hit_source, transfer_results, warn_of_failure_policy
+from kvferry.connectors.vllm.engine import hit_source, warn_of_failure_policy
+from kvferry.connectors.vllm.hooks import OutcomeHooks
 from kvferry.connectors.vllm.p2p import engine
 from kvferry.connectors.vllm.p2p.heartbeat import Heartbeat
 from kvferry.connectors.vllm.p2p.plans import PeerPlan
@@ -26,7 +27,7 @@ from kvferry.connectors.vllm.p2p.settings import P2pSettings
 from kvferry.connectors.vllm.p2p.worker import PeerWorker
 from kvferry.connectors.vllm.plans import WorkReport
 from kvferry.connectors.vllm.refusals import refusal
-from kvferry.connectors.vllm.stats import KVFerryStats, P2pPromMetrics
+from kvferry.connectors.vllm.stats import P2pPromMetrics
 
 _LOG = logging.getLogger("vllm.kvferry")
 _NOTHING = PeerPlan()
@@ -44,7 +45,7 @@ class RankAddress(KVConnectorHandshakeMetadata):
     address: str
 
 
-class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
+class P2pNcclConnector(OutcomeHooks, KVConnectorBase_V1, SupportsHMA):
     """Prefill in one engine, decode in another: the KV of a prompt goes from blocks to blocks, asynchronously.
 
     Whatever goes wrong between the two, the decode engine computes the prompt itself, and the log says why. Mistakes
@@ -142,41 +143,12 @@ class P2pNcclConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is not None:
             self._worker.forward_done(self._plan)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is None:
-            return None, None
-        self._worker.poll(idle=self._plan.idle)
-        return None, self._worker.take_received() or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        _, received = self.get_finished(finished_req_ids)
-        results = transfer_results()
-        results.finished_recving = received or set()
-        if self._worker is not None:
-            results.failed_recving = self._worker.dropped
-        return results
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return set() if self._worker is None else self._worker.take_failed_blocks()
-
-    def build_connector_worker_meta(self) -> WorkReport | None:
-        return None if self._worker is None else self._worker.take_report()
-
     # Both.
 
     def shutdown(self) -> None:
         for part in (self._heartbeat, self._worker):
             if part is not None:
                 part.close()
-
-    def get_kv_connector_stats(self) -> KVFerryStats | None:
-        side = self._scheduler or self._worker
-        counts = {} if side is None else side.counters.take()
-        return KVFerryStats(data=counts) if counts else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVFerryStats:
-        return KVFerryStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(
