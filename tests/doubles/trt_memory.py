@@ -12,6 +12,7 @@ import torch
 
 from doubles.trt_requests import Setup
 from kvferry.cuda.device import bound
+from kvferry.cuda.driver import Driver
 from kvferry.cuda.memory import tensor_from_pointer
 from kvferry.errors import CudaError
 from kvferry.ipc import allocate_shared
@@ -26,14 +27,19 @@ def new_pool(setup: Setup) -> torch.Tensor:
 
 
 class _Freed:
-    """Frees memory of the driver when nobody has a tensor over it any more."""
+    """Frees memory of the driver when nobody has a tensor over it any more.
 
-    def __init__(self, address: int) -> None:
+    That may be after the test, when another double is the driver, which has other memory at the address.
+    """
+
+    def __init__(self, driver: Driver, address: int) -> None:
+        self._driver = driver
         self._address = address
 
     def __del__(self) -> None:
         with contextlib.suppress(CudaError), bound(0) as driver:
-            driver.mem_free(self._address)
+            if driver is self._driver:
+                driver.mem_free(self._address)
 
 
 def cuda_pool(setup: Setup) -> torch.Tensor:
@@ -42,7 +48,7 @@ def cuda_pool(setup: Setup) -> torch.Tensor:
     nbytes = math.prod(shape) * torch.bfloat16.itemsize
     with bound(0) as driver:  # small allocations may share a page, and with it a handle
         address = driver.mem_alloc(max(nbytes, 4 << 20))
-    flat = tensor_from_pointer(address, nbytes, device=0, owner=_Freed(address))
+    flat = tensor_from_pointer(address, nbytes, device=0, owner=_Freed(driver, address))
     return flat.zero_().view(torch.bfloat16).view(shape)
 
 
