@@ -31,6 +31,8 @@ def random_setup(rng: random.Random) -> Setup:
         v2=v2,
         holes=rng.choice([0, 0, 2]) if v2 else 0,
         repeats_hooks=rng.random() < 0.3,
+        grows=v2 and rng.random() < 0.5,
+        waits=rng.choice([0, 2]) if v2 else 0,
     )
 
 

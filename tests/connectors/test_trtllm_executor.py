@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from doubles import trt_modes
 from doubles.trt_blocks import PoolShape
 from doubles.trt_fixtures import Start, wait_for_memory, write_model
 from doubles.trt_interface import NEW, OLD
@@ -73,6 +74,12 @@ def test_no_mode_meets_wrong_kv(start: Start, name: str) -> None:
         engine.close()
     assert engines[0] == engines[1]
     assert matched > 0
+
+
+@pytest.mark.parametrize("name", trt_modes.MODES)
+def test_a_second_engine_loads_every_chunk_of_the_first(start: Start, stage: Stage, name: str) -> None:
+    """What runs on a GPU, too."""
+    trt_modes.check_mode(start, trt_modes.MODES[name], stage.url)
 
 
 @pytest.mark.parametrize("length", [1, 32, 63, 64, 65, 128, 129, 192])

@@ -20,6 +20,7 @@ from serving.process import Stage
 PROMPT = list(range(1000, 1200))
 KEEPS_NOTHING = Setup(keeps=False)
 V2 = Setup(v2=True, keeps=False, shape=PoolShape(blocks=14, tokens=64))
+OURS: Pair = (None, None)
 Warm = Callable[..., FakeTrtExecutor]
 
 
@@ -182,6 +183,26 @@ def test_a_load_that_failed_ends_the_engine(start: Start, warm: Warm, stage: Sta
 def test_an_engine_is_caught_that_does_not_load(warm: Warm) -> None:
     with pytest.raises(WrongKV):
         warm(trt_mutants.not_loading()).run(PROMPT)
+
+
+def test_an_engine_is_caught_that_drops_a_promise_which_was_overtaken(warm: Warm) -> None:
+    """While a request waits for its first step, another leaves the beginning of what is promised in the engine."""
+    setup = Setup(v2=True, waits=3, shape=PoolShape(blocks=14, tokens=64))
+    for mutant in (OURS, trt_mutants.dropping_overtaken_promises()):
+        engine = warm(mutant, setup)
+        before = engine.submit([*PROMPT[:100], 5])
+        while before.state is State.WAITING:
+            engine.step()
+        request = engine.submit(PROMPT)
+        engine.step()
+        assert (request.asked_at, request.offered) == (0, 192)
+        if mutant is OURS:
+            engine.finish(request)
+            assert (request.local, request.matched) == (64, 128)
+        else:
+            with pytest.raises(WrongKV):
+                engine.finish(request)
+        engine.close()
 
 
 def test_metadata_is_not_taken_back(warm: Warm) -> None:

@@ -11,7 +11,7 @@ from doubles.trt_interface import RequestData, SchedulerOutput
 from doubles.trt_requests import Request
 from kvferry.client import Lookup
 from kvferry.connectors.trtllm.requests import NotExpressible, context_of, targets
-from kvferry.connectors.trtllm.scheduler import FORGOTTEN_S, SchedulerRules, SchedulerSide
+from kvferry.connectors.trtllm.scheduler import FORGOTTEN_S, RENEWED_S, UNUSED_S, SchedulerRules, SchedulerSide
 from kvferry.errors import KVFerryError
 from kvferry.layout import KeyContext
 
@@ -117,7 +117,7 @@ def test_promises_that_are_not_used_are_given_back() -> None:
     side.matched(Request(3, PROMPT), 0)
     side.matched(Request(3, PROMPT), 0)  # a replay that nobody told of
     assert server.released == [1, 2]
-    side.cancel_load(3, 0)
+    side.cancel_load(3, 0, 192)
     plan = side.plan(SchedulerOutput([RequestData(3, PROMPT, list(range(7)), 0, 200)]))
     assert plan.loads == ()
     assert server.released == [1, 2, 3]
@@ -128,9 +128,45 @@ def test_a_load_that_is_cut_short() -> None:
     server = Server(192)
     side = side_of(server)
     assert side.matched(Request(1, PROMPT), 0) == 192
-    side.cancel_load(1, 96)
+    side.cancel_load(1, 96, 192)
     (load,) = side.plan(first(0, 104, list(range(7)))).loads
     assert (load.lease_id, load.block_ids) == (2, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("cancelled", "blocks"),
+    [
+        ([(0, 64)], (1, 3)),
+        ([(0, 96), (160, 192)], (1, 3)),
+        ([(160, 192), (0, 64)], (1, 3)),
+        ([(64, 128), (128, 200)], (0, 2)),  # more than is wanted, of what is right
+        ([(0, 200)], None),
+        ([(0, 40)], (0, 3)),  # all of a block, of which the engine has a part
+        ([(64, 64), (96, 128)], (0, 3)),
+    ],
+)
+def test_either_end_of_a_promise_is_given_up(cancelled: list[tuple[int, int]], blocks: tuple[int, int] | None) -> None:
+    """Where the engine has the beginning itself by now it counts on the rest all the same."""
+    server = Server(192)
+    side = side_of(server, block_size=64)
+    assert side.matched(Request(1, PROMPT), 0) == 192
+    for start, end in cancelled:
+        side.cancel_load(1, start, end)
+    local = max((end for start, end in cancelled if not start), default=0)
+    plan = side.plan(first(min(local, 192), 8, [9, 8, 7, 6]))
+    if blocks is None:
+        assert (plan.loads, server.released) == ((), [1])
+    else:
+        begin, end = blocks
+        (load,) = plan.loads
+        assert (load.skip_tokens, load.block_ids) == (begin * 64, (9, 8, 7)[:end])
+
+
+def test_what_the_engine_has_lost_meanwhile_is_loaded_too() -> None:
+    side = side_of(Server(192), block_size=64)
+    assert side.matched(Request(1, PROMPT), 128) == 64
+    (load,) = side.plan(first(64, 8, [9, 8, 7, 6])).loads
+    assert (load.skip_tokens, load.block_ids) == (64, (9, 8, 7))
 
 
 def test_fewer_pages_than_were_promised() -> None:
@@ -178,6 +214,7 @@ def test_requests_that_end_without_a_word_are_forgotten() -> None:
     side = side_of(server, clock)
     side.matched(Request(1, PROMPT), 0)
     side.matched(Request(2, PROMPT), 0)
+    side.cancel_load(2, 0, 192)
     clock.now = FORGOTTEN_S - 1
     side.plan(first(0, 8, list(range(7))))
     assert len(side) == 2
@@ -185,6 +222,37 @@ def test_requests_that_end_without_a_word_are_forgotten() -> None:
     side.plan(later(200, 1, []))
     assert len(side) == 1
     assert server.released == [2]
+
+
+def test_a_promise_to_a_request_that_waits_is_kept_up() -> None:
+    server, clock = Server(192), Clock()
+    side = side_of(server, clock)
+    side.matched(Request(1, PROMPT), 0)
+    for _ in range(40):
+        clock.now += RENEWED_S / 2 + 1
+        side.plan(SchedulerOutput())
+    assert server.leases["request-1"][0] > 5
+    server.has = 64  # what is promised is the server's to keep
+    clock.now += RENEWED_S + 1
+    side.plan(SchedulerOutput())
+    server.has = 192
+    kept = side._states[1].promise
+    (load,) = side.plan(first(0, 8, list(range(7)))).loads
+    assert (load.lease_id, kept.tokens) == (kept.lease_id, 192)
+
+
+def test_a_request_that_begins_when_its_promise_is_gone_ends_the_engine() -> None:
+    """Its blocks would be taken for filled."""
+    server, clock = Server(192), Clock()
+    side = side_of(server, clock)
+    side.matched(Request(1, PROMPT), 0)
+    clock.now = UNUSED_S + 1
+    side.plan(SchedulerOutput())
+    assert (len(side), server.leases) == (0, {})
+    with pytest.raises(KVFerryError, match="request 1 begins more than 3600 s after"):
+        side.plan(first(0, 8, list(range(7))))
+    side.matched(Request(1, PROMPT), 0)  # another one of that number
+    assert len(side.plan(first(0, 8, list(range(7)))).loads) == 1
 
 
 def test_requests_that_nobody_asked_for_are_left_alone() -> None:

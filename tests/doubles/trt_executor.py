@@ -204,11 +204,11 @@ class FakeTrtExecutor:
         return batch
 
     def _fits(self, request: Request) -> bool:
-        """GUARANTEED_NO_EVICT: as if nothing could be reused."""
+        """GUARANTEED_NO_EVICT: as if nothing could be reused. Then, where that is so, the request is asked for."""
         size = self.setup.shape.tokens
         wanted = -(-(request.prompt_len + request.max_new + 1) // size)
         held = sum(-(-(r.prompt_len + r.max_new + 1) // size) - len(r.blocks) for r in self._running)
-        return wanted + max(0, held) <= self.blocks.num_available()
+        return wanted + max(0, held) <= self.blocks.num_available() and not self.transfers.waits(request)
 
     def _grow(self, request: Request) -> None:
         """Blocks for this step's tokens; with overlap the host runs one token ahead."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from kvferry.connectors import trtllm
@@ -81,6 +82,16 @@ def returning_from_failed_loads() -> Pair:
                 super().start_load_kv(stream)
 
     return trtllm.KVFerryScheduler, Worker
+
+
+def dropping_overtaken_promises() -> Pair:
+    """Where the engine has the beginning of a promise by now, leaves out the rest, too."""
+
+    class Scheduler(trtllm.KVFerryScheduler):
+        def cancel_load(self, request: Any, start: int, end: int) -> None:
+            super().cancel_load(request, start, 1 << 30)
+
+    return Scheduler, trtllm.KVFerryWorker
 
 
 def not_loading() -> Pair:
@@ -160,7 +171,8 @@ def asynchronous(*, steps: int, heeds_ends: bool) -> Pair:
             super().update_state_after_alloc(request, block_ids)
             state = self._side._states[request.request_id]
             if state.promise.lease_id:
-                self._parked += self._side._load(request.request_id, state)
+                data = SimpleNamespace(request_id=request.request_id, computed_position=state.local_tokens)
+                self._parked += self._side._load(data, state)
 
         def build_connector_meta(self, scheduler_output: Any) -> Any:
             plan = super().build_connector_meta(scheduler_output)

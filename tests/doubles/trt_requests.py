@@ -42,6 +42,9 @@ class Request:
     position: int = 0  # of the context
     chunk: int = 0
     asked: bool = False
+    asked_at: int = 0  # what was here then
+    offered: int = 0  # in answer
+    wait: int = 0
     is_new: bool = True
     loaded: bool = False
 
@@ -81,6 +84,7 @@ class Request:
         self.sampled, self.blocks = [], []
         self.told_blocks = self.told_tokens = self.local = self.promised = self.matched = self.position = 0
         self.asked, self.is_new, self.loaded, self.state = False, True, False, State.WAITING
+        self.wait = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Setup:
     partial: bool = False
     graphs: bool = False
     v2: bool = False
+    grows: bool = False  # V2 of later pre-releases: makes room for all that was promised, whatever the chunk
+    waits: int = 0  # V2 of some pre-releases: steps between the query for a request and its first
     window: int | None = None
     holes: int = 0
     repeats_hooks: bool = False  # asks W again, without new metadata

@@ -26,23 +26,35 @@ class Transfers:
         self._pending = [{"load": set[int](), "save": set[int]()} for _ in range(self._setup.num_ranks)]
         self._done = [{"load": set[int](), "save": set[int]()} for _ in range(self._setup.num_ranks)]
 
+    def waits(self, request: Request) -> bool:
+        """Whether a request, which is asked for now at the latest, does not begin in this step."""
+        if self._setup.waits and not request.asked:
+            matched, request.local = self._executor.blocks.match(request.tokens, request.scope)
+            self._executor.blocks.release(matched, request.tokens[: request.local], request.scope)
+            request.promised, _ = self._ask(request)
+            request.wait = self._setup.waits
+        request.wait -= 1
+        return request.wait >= 0
+
     def add(self, request: Request, budget: int) -> None:
         """Allocate for a request's first chunk: what is here, what the connector promises, and the rest."""
         executor, size = self._executor, self._setup.shape.tokens
-        request.blocks, request.local = executor.blocks.match(request.tokens, request.scope)
-        promised, is_async = self._ask(request)
-        request.promised = promised
-        if not self._setup.v2:
-            end, request.matched = request.prompt_len, promised
-        else:  # pages for one chunk only; what was promised beyond them is not used
-            end = min(request.prompt_len, request.local + budget)
-            request.matched = min(promised, end // size * size - request.local // size * size)
-            if request.local + request.matched == request.prompt_len:
-                request.matched -= size
-        request.position = request.local + request.matched
+        blocks, local = executor.blocks.match(request.tokens, request.scope)
+        is_async = False
+        if request.asked:
+            self._overtake(request, local)
+        else:
+            request.local = local
+            request.promised, is_async = self._ask(request)
+        request.blocks, request.local = blocks, local
+        end, request.matched = request.prompt_len, request.promised
+        if self._setup.v2 and not self._setup.grows:  # pages for one chunk only; what goes beyond them is not used
+            end = min(end, local + budget)
+            request.matched = max(0, min(request.promised, end // size * size - local))
+        request.position = local + request.matched
         request.chunk = min(budget, request.prompt_len - request.position)
-        if self._setup.v2:
-            end = min(end, request.position + request.chunk)
+        if self._setup.grows:
+            end = request.position + request.chunk
         missing = -(-end // size) - len(request.blocks)
         request.blocks += executor.blocks.allocate(max(0, missing))
         self._make_holes(request)
@@ -59,7 +71,9 @@ class Transfers:
         self._untold["save"].append(request.request_id)
 
     def forget_load(self, request: Request) -> None:
-        """It was cancelled: nobody tells the workers."""
+        """It was cancelled: nobody tells the workers. What was promised, and never came to a load, is given back."""
+        if request.asked and request.state is State.WAITING:
+            self._cancel_load(request, request.local, request.local + request.promised)
         self._loading.pop(request.request_id, None)
         with contextlib.suppress(ValueError):
             self._untold["load"].remove(request.request_id)
@@ -123,6 +137,7 @@ class Transfers:
         if not isinstance(answer, tuple) or [type(part) for part in answer] != [int, bool] or answer[0] < 0:
             raise RuleBroken(f"the answer to a query is {answer!r}")
         promised, is_async = answer
+        request.asked_at, request.offered = request.local, promised
         if is_async and not promised:
             raise RuleBroken("an asynchronous load of nothing")
         if promised and (promised % size or request.local % size):
@@ -130,6 +145,17 @@ class Transfers:
         if promised and request.local + promised >= request.prompt_len:
             raise RuleBroken(f"{request.local} + {promised} tokens leave none of {request.prompt_len} to compute")
         return promised, is_async
+
+    def _overtake(self, request: Request, local: int) -> None:
+        """What is here has grown, or shrunk, since the query: the end of what was promised stays where it is."""
+        end = request.local + request.promised
+        if request.promised and local > request.local:
+            self._cancel_load(request, request.local, min(local, end))
+        request.promised = max(0, end - local) if request.promised else 0
+
+    def _cancel_load(self, request: Request, start: int, end: int) -> None:
+        if end > start and hasattr(self._executor.scheduler, "cancel_load"):
+            self._executor.leader("cancel_load", request, start, end)
 
     def _make_holes(self, request: Request) -> None:
         """Blocks without a page, as where a window has passed them."""

@@ -16,6 +16,7 @@ from doubles.trt_blocks import PoolShape
 from doubles.trt_fixtures import Start, starting, wait_for_memory, write_model
 from doubles.trt_interface import NEW, OLD, Stub, installed
 from doubles.trt_memory import cuda_pool
+from doubles.trt_modes import MODES, check_mode
 from doubles.trt_requests import Setup, State
 from kvferry.cuda.stream import synchronize_device
 from kvferry.ipc import IPCPolicy, RawCudaIPCWrapper
@@ -25,15 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(150)]
 
 PROMPT = list(range(1000, 1200))
 SETUP = Setup(keeps=False)
-V2 = Setup(v2=True, keeps=False, shape=PoolShape(blocks=14, tokens=64))
 SLOW = 50_000_000  # cycles before each write: tens of milliseconds
-MODES = {
-    "plain": SETUP,
-    "overlap, chunked, two ranks": Setup(overlap=True, max_tokens=64, num_ranks=2, shape=PoolShape(heads=1)),
-    "partial reuse": dataclasses.replace(SETUP, partial=True),
-    "V2": V2,
-    "V2, chunked": dataclasses.replace(V2, max_tokens=64),
-}
 
 
 @pytest.fixture(scope="module")
@@ -93,18 +86,9 @@ def test_what_an_engine_computed_its_successor_loads(start: Start, stage: Stage)
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_no_mode_meets_wrong_kv(start: Start, name: str) -> None:
+def test_no_mode_meets_wrong_kv(start: Start, stage: Stage, name: str) -> None:
     """The double compares every byte that a forward reads."""
-    asked = [PROMPT[:cut] + [seed] * 20 for seed, cut in enumerate((0, 40, 64, 100, 128, 150, 192, 200))]
-    found = []
-    for _ in range(2):
-        engine = start(MODES[name], make_pool=cuda_pool)
-        requests = engine.run(*asked)
-        assert all(request.state is State.ENDED for request in requests)
-        found.append([request.tokens for request in requests])
-        engine.close()
-    assert found[0] == found[1]
-    assert any(request.matched for request in requests)
+    check_mode(start, MODES[name], stage.url, make_pool=cuda_pool)
 
 
 def test_stores_read_after_the_forwards_own_stream(start: Start) -> None:

@@ -67,7 +67,7 @@ class KVFerryScheduler(_SchedulerBase):  # type: ignore[misc]
         return self._side.finished(request.request_id)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
-        self._side.cancel_load(request.request_id, start)
+        self._side.cancel_load(request.request_id, start, end)
 
     def request_reset(self, request: Any) -> None:
         self._side.reset(request.request_id)

@@ -43,7 +43,8 @@ class RequestState:
     """One request, from the query for it to its end.
 
     `name` is what the server calls it. `prompt` are its tokens, of which the first `local_tokens` are in the engine's
-    own cache, and `stored_tokens` stored or being stored. `promise` is what is to be loaded, up to `wanted_tokens`.
+    own cache, and `stored_tokens` stored or being stored. `promise`, asked for at `asked_s`, is what is to be loaded,
+    up to `wanted_tokens`.
     """
 
     name: str
@@ -51,11 +52,17 @@ class RequestState:
     context: KeyContext | None
     seen_s: float
     promise: Lookup = NO_PROMISE
+    asked_s: float = 0.0
     wanted_tokens: int = 0
     local_tokens: int = 0
     stored_tokens: int = 0
     num_stores: int = 0
     blocks: list[int] = field(default_factory=list)
+
+    @property
+    def owes(self) -> bool:
+        """Whether the engine counts on tokens that have not been loaded yet."""
+        return self.promise.lease_id > 0 and self.wanted_tokens > self.local_tokens
 
 
 def whole(num_tokens: int, unit: int) -> int:

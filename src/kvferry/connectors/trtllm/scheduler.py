@@ -19,6 +19,10 @@ from kvferry.layout import KeyContext
 
 # TensorRT-LLM may end a request without a word; one that has not been in a step for so long has ended.
 FORGOTTEN_S = 300.0
+# Some pre-releases ask, and let the request wait for its first step. What is promised to it is asked for again before
+# the server takes it for overdue, which is after a minute; so long after it was asked for the first time it has ended.
+RENEWED_S = 20.0
+UNUSED_S = 3600.0
 _LOG = logging.getLogger("kvferry.trtllm")
 
 
@@ -45,6 +49,7 @@ class SchedulerSide:
         self._states: dict[int, RequestState] = {}
         self._names = itertools.count(1)
         self._told: set[str] = set()
+        self._broken: set[int] = set()  # requests whose promise was given back unused
         self._look_s = 0.0
 
     def __len__(self) -> int:
@@ -66,6 +71,7 @@ class SchedulerSide:
             self._promises.release(found.lease_id)
             return 0
         state.promise, state.local_tokens, state.wanted_tokens = found, local_tokens, found.tokens
+        state.asked_s = state.seen_s
         return found.tokens - local_tokens
 
     def allocated(self, request_id: int, block_ids: Sequence[int]) -> None:
@@ -74,11 +80,20 @@ class SchedulerSide:
         if state is not None:
             state.blocks, state.seen_s = list(block_ids), self._clock()
 
-    def cancel_load(self, request_id: int, start: int) -> None:
-        """Tokens from `start` on will be computed, whatever was promised."""
+    def cancel_load(self, request_id: int, start: int, end: int) -> None:
+        """Do not load tokens `start` to `end`, at either end of what was promised; the rest of it is counted on still.
+
+        Those at the end will be computed; those at the beginning the engine has itself by now.
+        """
         state = self._states.get(request_id)
-        if state is not None:
+        if state is None:
+            return
+        if end >= state.wanted_tokens:
             state.wanted_tokens = min(state.wanted_tokens, start)
+        elif start <= state.local_tokens:
+            state.local_tokens = max(state.local_tokens, end)
+        if not state.owes:
+            self._give_back(state)
 
     def plan(self, output: Any) -> StepPlan:
         """The step's work, for TensorRT-LLM's SchedulerOutput. Raises KVFerryError where a promise cannot be kept."""
@@ -86,15 +101,16 @@ class SchedulerSide:
         for data, is_new in self._scheduled(output):
             state = self._states.get(data.request_id)
             if state is None:  # nobody asked for it, as for those that warm up
+                self._check_not_broken(data.request_id)
                 continue
             state.seen_s = self._clock()
             self._take_blocks(state, data, is_new=is_new)
             computed = data.computed_position + data.num_scheduled_tokens
             if state.promise.lease_id:
                 computed += self._loaded_tokens(state, data)
-                loads += self._load(data.request_id, state)
+                loads += self._load(data, state)
             stores += self._store(data.request_id, state, computed)
-        self._forget_silent()
+        self._look_after_silent()
         return StepPlan(tuple(loads), tuple(stores), frozenset(data.request_id for data in output.cached_requests))
 
     def finished(self, request_id: int) -> bool:
@@ -142,24 +158,26 @@ class SchedulerSide:
         """
         return 0 if _groups(data) else state.wanted_tokens - state.local_tokens
 
-    def _load(self, request_id: int, state: RequestState) -> list[LoadPlan]:
+    def _load(self, data: Any, state: RequestState) -> list[LoadPlan]:
         """The load of what was promised. The forward will use those blocks: raises where they cannot be filled."""
         rules, promise = self._rules, state.promise
+        start = min(state.local_tokens, data.computed_position)  # it may have lost some of its own since it was asked
         wanted = min(state.wanted_tokens, len(state.blocks) * rules.block_size)
-        if wanted <= state.local_tokens:
-            state.promise = NO_PROMISE
-            self._promises.release(promise.lease_id)
+        if wanted <= start:
+            self._give_back(state)
             return []
         wanted = whole(wanted + rules.chunk_tokens - 1, rules.chunk_tokens)
         if wanted < promise.tokens:
             promise = self._shorter(state, wanted)
         num_blocks = wanted // rules.block_size
-        found = targets(state.blocks, num_blocks, state.local_tokens // rules.block_size)
+        found = targets(state.blocks, num_blocks, start // rules.block_size)
         if len(state.blocks) < num_blocks or found is None:
-            raise BlockIdError(f"request {request_id} has blocks {state.blocks} for {wanted} tokens that were promised")
+            raise BlockIdError(
+                f"request {data.request_id} has blocks {state.blocks} for {wanted} tokens that were promised"
+            )
         state.promise = NO_PROMISE
         block_ids, skip = found
-        return [LoadPlan(request_id, promise.lease_id, block_ids, skip * rules.block_size)]
+        return [LoadPlan(data.request_id, promise.lease_id, block_ids, skip * rules.block_size)]
 
     def _shorter(self, state: RequestState, tokens: int) -> Lookup:
         """The promise cut to `tokens`: asking again for less gives another lease in place of the one there is."""
@@ -187,21 +205,46 @@ class SchedulerSide:
         state.num_stores += 1
         return [StorePlan(request_id, state.prompt[:until].tobytes(), context, found[0], start)]
 
+    def _give_back(self, state: RequestState) -> None:
+        promise, state.promise = state.promise, NO_PROMISE
+        self._promises.release(promise.lease_id)
+
     def _drop(self, request_id: int) -> RequestState | None:
+        self._broken.discard(request_id)
         state = self._states.pop(request_id, None)
         if state is not None:
-            self._promises.release(state.promise.lease_id)
+            self._give_back(state)
             self._promises.forget(state.name)
         return state
 
-    def _forget_silent(self) -> None:
+    def _check_not_broken(self, request_id: int) -> None:
+        if request_id in self._broken:
+            raise RequestError(
+                "lease",
+                f"request {request_id} begins more than {UNUSED_S:g} s after KV was promised to it: it was given back",
+            )
+
+    def _look_after_silent(self) -> None:
+        """Forget requests that have ended without a word; keep up the promises to those that wait."""
         now = self._clock()
         if now < self._look_s:
             return
-        self._look_s = now + FORGOTTEN_S / 10
+        self._look_s = now + RENEWED_S / 2
         for request_id, state in list(self._states.items()):
-            if now - state.seen_s > FORGOTTEN_S:
+            owes = state.owes
+            if now - state.seen_s > (UNUSED_S if owes else FORGOTTEN_S):
                 self._drop(request_id)
+                if owes:  # were it to begin after all, its blocks would be taken for filled
+                    self._broken.add(request_id)
+            elif owes and now - state.asked_s > RENEWED_S:
+                state.asked_s = now
+                self._renew(state)
+
+    def _renew(self, state: RequestState) -> None:
+        promise = state.promise
+        found = self._promises.lookup(state.name, state.prompt[: promise.tokens], state.context or KeyContext())
+        if found.tokens == promise.tokens:
+            state.promise = found
 
 
 def _groups(data: Any) -> Sequence[Sequence[int]]:
