@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from doubles.trt_blocks import PoolShape
 from doubles.trt_fixtures import Start, wait_for_memory, write_model
 from doubles.trt_interface import NEW, OLD
 from doubles.trt_requests import Setup, State
+from kvferry.client import CacheClient
+from kvferry.errors import DeadlineError
 from serving.process import Stage, eventually
 
 PROMPT = list(range(1000, 1200))  # 3 chunks of 64, and 8 tokens
@@ -154,6 +157,15 @@ def test_other_models_and_layouts_share_nothing(
     assert request.matched == 0
     (request,) = start(model=model).run(PROMPT)
     assert request.matched == 192
+
+
+def test_with_a_server_that_hangs_at_the_start_the_engine_runs(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = mock.Mock(side_effect=DeadlineError("no answer within 10 s"))
+    monkeypatch.setattr(CacheClient, "register_kv_caches", hangs)
+    engine = start(Setup(keeps=False))
+    for _ in range(2):
+        (request,) = engine.run(PROMPT)
+        assert (request.state, request.matched) == (State.ENDED, 0)
 
 
 def test_without_a_server_the_engine_runs_and_reuses_when_it_comes(start: Start, stage: Stage) -> None:

@@ -35,6 +35,9 @@ def test_what_decides_the_bytes_is_in_the_name(tmp_path: Path) -> None:
         name_of(model, attn_backend="FLASHINFER"),
         name_of(model, dtype="float16"),
         name_of(model, kv_dtype="fp8"),
+        name_of(model, model_kwargs={"rope_theta": 5e5}),
+        name_of(model, model_kwargs={"rope_theta": 1e6}),
+        name_of(model, checkpoint_format="mistral"),
         name_of(model, quant_config=SimpleNamespace(quant_algo="FP8", kv_cache_quant_algo=None)),
         name_of(model, model_id="mine"),
     ]

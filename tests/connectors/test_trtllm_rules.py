@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from doubles.trt_executor import EngineDead, FakeTrtExecutor
 from doubles.trt_fixtures import Start, freeze, thaw, wait_for_memory
 from doubles.trt_mutants import Pair
 from doubles.trt_requests import Setup, State
+from kvferry.errors import KVFerryError, RequestError
 from serving.process import Stage
 
 PROMPT = list(range(1000, 1200))
@@ -178,6 +180,28 @@ def test_a_load_that_failed_ends_the_engine(start: Start, warm: Warm, stage: Sta
         engine.close()
         stage.start_server()
         wait_for_memory(stage.url)
+
+
+def test_a_promise_that_the_scheduler_cannot_keep_ends_all_ranks_alike(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rank 0 alone ended, the others would wait for what it has to tell them."""
+    engine = start(Setup(num_ranks=2, shape=PoolShape(heads=1)))
+    ended: list[int] = []
+    for rank, worker in enumerate(engine.workers):
+
+        def load(stream: object, rank: int = rank, do: Callable[[object], None] = worker.start_load_kv) -> None:
+            try:
+                do(stream)
+            except KVFerryError:
+                ended.append(rank)
+                raise
+
+        monkeypatch.setattr(worker, "start_load_kv", load)
+    monkeypatch.setattr(engine.scheduler._side, "plan", mock.Mock(side_effect=RequestError("lease", "it is gone")))
+    with pytest.raises(EngineDead, match="it is gone"):
+        engine.run(PROMPT)
+    assert sorted(ended) == [0, 1]
 
 
 def test_an_engine_is_caught_that_does_not_load(warm: Warm) -> None:

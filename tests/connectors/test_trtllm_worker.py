@@ -100,6 +100,13 @@ def test_loads_are_done_on_return(client: Client, make: Make) -> None:
     assert len(client.jobs) == 2
 
 
+def test_a_step_that_must_not_be_computed_raises(make: Make) -> None:
+    worker = make()
+    worker.bind(StepPlan(broken="request 3: its lease is gone"))
+    with pytest.raises(RequestError, match=r"request 3: its lease is gone\. .*the engine must not"):
+        worker.load(None)
+
+
 @pytest.mark.parametrize(
     "error", [ServerGoneError("it went away"), RequestError("damaged", "other bytes"), DeadlineError("too late")]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,11 @@ from kvferry.connectors.trtllm.refusals import check_configuration
 from kvferry.connectors.trtllm.scheduler import SchedulerRules, SchedulerSide
 from kvferry.connectors.trtllm.settings import read_settings
 from kvferry.connectors.trtllm.worker import WorkerSide
-from kvferry.errors import LayoutError
+from kvferry.errors import DeadlineError, KVFerryError, LayoutError
 from kvferry.ipc import IPCPolicy
 from kvferry.layout import chunk_tokens_for
 
+_LOG = logging.getLogger("kvferry.trtllm")
 # `object` where TensorRT-LLM is absent: it takes any class that has the methods.
 _SchedulerBase: Any = interface.base_class("KvCacheConnectorScheduler")
 _WorkerBase: Any = interface.base_class("KvCacheConnectorWorker")
@@ -58,7 +60,11 @@ class KVFerryScheduler(_SchedulerBase):  # type: ignore[misc]
         self._side.allocated(request.request_id, _only(block_ids))
 
     def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
-        return self._side.plan(scheduler_output)
+        """Raised here, an error would end this rank, and leave the others waiting for what it has to tell them."""
+        try:
+            return self._side.plan(scheduler_output)
+        except KVFerryError as error:
+            return StepPlan(broken=str(error))
 
     def request_finished(self, request: Any, cache_block_ids: Sequence[int]) -> bool:
         return self._side.finished(request.request_id)
@@ -154,22 +160,23 @@ class KVFerryWorker(_WorkerBase):  # type: ignore[misc]
         revision = str(getattr(self._args, "revision", None) or "")
         config = read_config(str(self._args.model), revision)
         pool = make(shape_of(config))
-        self._client.register_kv_caches(
-            pool.tensors,
-            engine_id=engine_id,
-            model=model_name(
-                self._args,
-                config,
-                model_id=self._settings.model_id,
-                release=interface.release(),
-                engine_id=engine_id,
-            ),
-            format=pool.format,
-            rank=rank,
-            world_size=size,
-            hints=pool.hints,
-            policy=IPCPolicy(isolated_ipc=self._settings.isolated_ipc),
+        settings = self._settings
+        model = model_name(
+            self._args, config, model_id=settings.model_id, release=interface.release(), engine_id=engine_id
         )
+        try:
+            self._client.register_kv_caches(
+                pool.tensors,
+                engine_id=engine_id,
+                model=model,
+                format=pool.format,
+                rank=rank,
+                world_size=size,
+                hints=pool.hints,
+                policy=IPCPolicy(isolated_ipc=settings.isolated_ipc),
+            )
+        except DeadlineError as error:
+            _LOG.warning("the cache server at %s hangs: this engine keeps and finds no KV: %s", settings.url, error)
 
 
 def _only(block_ids: Sequence[Sequence[int]]) -> Sequence[int]:

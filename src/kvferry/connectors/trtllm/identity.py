@@ -32,6 +32,8 @@ def model_name(llm_args: Any, config: Mapping[str, Any], *, model_id: str, relea
         "kv_dtype": str(getattr(llm_args.kv_cache_config, "dtype", "")),
         "quantization": str(getattr(getattr(llm_args, "quant_config", None), "quant_algo", "")),
         "kv_quantization": str(getattr(getattr(llm_args, "quant_config", None), "kv_cache_quant_algo", "")),
+        "overrides": json.dumps(getattr(llm_args, "model_kwargs", None), sort_keys=True, default=str),
+        "checkpoint_format": str(getattr(llm_args, "checkpoint_format", "")),
         "engine": f"{release}/{getattr(llm_args, 'attn_backend', '')}",
     }
     if any(kind in text for kind in _LENGTH_DEPENDENT):

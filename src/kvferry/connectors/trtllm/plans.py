@@ -30,8 +30,12 @@ class StorePlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step's work. `going_on` are the requests that were there before and still have their blocks."""
+    """One step's work. `going_on` are the requests that were there before and still have their blocks.
+
+    `broken`, where it is not empty, says why the step must not be computed: all ranks then end alike.
+    """
 
     loads: tuple[LoadPlan, ...] = ()
     stores: tuple[StorePlan, ...] = ()
     going_on: frozenset[int] = frozenset()
+    broken: str = ""

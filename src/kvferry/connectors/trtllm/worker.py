@@ -19,6 +19,7 @@ from kvferry.errors import DeadlineError, KVFerryError, RequestError
 GRACE_S = 1.0
 STUCK_S = 3.0  # a server that has not ended a store after so long is given no other
 MAX_STORES = 40  # at one time: a client has 64 events, and would wait for one
+_NO_WAY_BACK = "TensorRT-LLM cannot compute it instead, and would go on with what lies there, so the engine must not"
 _LOG = logging.getLogger("kvferry.trtllm")
 
 
@@ -53,6 +54,7 @@ class WorkerSide:
         self._loads: tuple[LoadPlan, ...] = ()
         self._new_stores: tuple[StorePlan, ...] = ()
         self._going_on: frozenset[int] = frozenset()
+        self._broken = ""
         self._waiting: deque[StorePlan] = deque()
         self._stores: list[_Store] = []
         self._kept: set[int] = set()
@@ -62,13 +64,16 @@ class WorkerSide:
     def bind(self, plan: StepPlan) -> None:
         """The step's plan. Nobody takes it back, so each part of it is done once."""
         self._loads, self._new_stores, self._going_on = plan.loads, plan.stores, plan.going_on
+        self._broken = plan.broken
 
     def load(self, stream: int | None) -> None:
-        """Do the step's loads; on return their bytes are in place. Raises KVFerryError where one is not.
+        """Do the step's loads; on return their bytes are in place. Raises KVFerryError where one is not, or cannot be.
 
         The server writes once the work that `stream` has now is done. Blocks of earlier stores that the forward may
         overwrite have been read on return.
         """
+        if self._broken:
+            raise RequestError("lease", f"{self._broken}. {_NO_WAY_BACK}")
         going_on, self._going_on = self._going_on, frozenset()
         loads, self._loads = self._loads, ()
         self._let_go_of_blocks(going_on | self._kept)
@@ -185,5 +190,5 @@ def _broken(load: LoadPlan, error: Exception) -> KVFerryError:
     return RequestError(
         getattr(error, "code", "load"),
         f"KV that was promised to request {load.request_id} is not in its {len(load.block_ids)} blocks: {error}. "
-        "TensorRT-LLM cannot compute it instead, and would go on with what lies there, so the engine must not",
+        f"{_NO_WAY_BACK}",
     )
