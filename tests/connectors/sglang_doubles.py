@@ -44,7 +44,15 @@ def host_pool(layout: str = "page_first", /, *, pages: int = 12, shared: bool = 
         "end_layer": LAYERS,
         **fields,
     }
-    return SimpleNamespace(**(found | other))
+    kind = f"M{'LA' if shared else 'HA'}TokenToKVPoolHost"
+    return named(other.pop("kind", kind), **(found | other))
+
+
+def named(kind: str, **fields: Any) -> SimpleNamespace:
+    """An object of a class of that name."""
+    found = type(kind, (SimpleNamespace,), {})(**fields)
+    assert isinstance(found, SimpleNamespace)
+    return found
 
 
 def token(pool: SimpleNamespace, number: int, *, shared: bool = False) -> torch.Tensor:

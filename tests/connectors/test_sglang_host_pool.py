@@ -58,8 +58,9 @@ def test_no_two_layouts_take_each_others_pages() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"kv_buffer": [torch.zeros(4)]}, "not one tensor"),
-        ({"kv_buffer": None}, "not one tensor"),
+        ({"kv_buffer": [torch.zeros(4)]}, "is not, or not only, one tensor"),
+        ({"kv_buffer": None}, "is not, or not only, one tensor"),
+        ({"kind": "MHATokenToKVPoolMXFP8Host", "k_scale_host": torch.zeros(3)}, "MXFP8Host that is not, or not only"),
         ({"layout": "page_unified"}, "set --hicache-mem-layout to one of: layer_first"),
         ({"dcp_size": 2}, "decode context parallelism"),
         ({"layer_num": 4}, "what lies where is not known"),

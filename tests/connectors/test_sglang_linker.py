@@ -199,6 +199,7 @@ def test_other_pools_are_neither_kept_nor_found(make: Callable[..., Any]) -> Non
     offload(first, KEYS, *range(6))
     both = [*kv(KEYS, *range(6)), PoolTransfer(PoolName.MAMBA, keys=KEYS[:1])]
     assert first.lookup("r", both) == []
+    assert first.lookup("r", [*kv(KEYS[:2]), *kv(KEYS[2:])]) == []
     assert not first.load("r", both)
     assert not first.offload(both)
 
@@ -312,6 +313,7 @@ def test_reset_sees_all_through(make: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "components", "words"),
     [
+        ({"dcp_size": 2}, [FULL], "decode context parallelism is on"),
         ({"kind": "MHATokenToKVPoolFP4"}, [FULL], "MHATokenToKVPoolFP4: KVferry's linker serves"),
         ({}, [FULL, SimpleNamespace(name="MAMBA")], "the components FULL, MAMBA"),
         ({}, [SimpleNamespace(name="SWA")], "full attention only"),
@@ -322,7 +324,6 @@ def test_unknown_set_ups_are_refused_by_name(
 ) -> None:
     install(monkeypatch)
     linker = importlib.import_module("kvferry.connectors.sglang.linker")
+    args = SimpleNamespace(dcp_size=change.get("dcp_size", 1))
     with pytest.raises(LayoutError, match=words):
-        linker.KVFerryLinker(
-            SimpleNamespace(), params(pool(**change)), components=components, extra_config={"url": "unix:///none"}
-        )
+        linker.KVFerryLinker(args, params(pool(**change)), components=components, extra_config={"url": "unix:///none"})

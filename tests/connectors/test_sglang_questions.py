@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvferry.client import Lookup
 from kvferry.connectors.sglang.questions import Questions
 from kvferry.errors import DeadlineError, RequestError
@@ -54,12 +56,18 @@ def test_pauses_grow_and_end_with_an_answer() -> None:
     assert questions.is_patient
 
 
-def test_a_refusal_is_a_miss_and_no_reason_to_pause() -> None:
+def test_a_refusal_is_a_miss_and_no_reason_to_pause(caplog: pytest.LogCaptureFixture) -> None:
+    """Told once, and again when it comes back."""
     server = Server()
-    server.answer = RequestError("busy", "not now")
     questions = server.questions()
-    assert questions.runs(KEYS) == []
-    assert questions.is_patient
+    for expected in (1, 2):
+        server.answer = RequestError("busy", "not now")
+        for _ in range(3):
+            assert questions.runs(KEYS) == []
+        assert questions.is_patient
+        assert caplog.text.count("not now") == expected
+        server.answer = 1
+        questions.lookup(KEYS)
 
 
 def test_chains_are_asked_for_one_after_the_other_in_bounded_time() -> None:

@@ -70,6 +70,9 @@ def test_all_that_decides_the_bytes_is_in_the_name() -> None:
         name(kv_cache_dtype="fp8_e4m3"),
         name(dtype="float16"),
         name(quantization="fp8"),
+        name(quantization_param_path="/scales.json"),
+        name(torchao_config="int4wo-128"),
+        name(model_impl="transformers"),
         name({"tp_rank": 1, "tp_size": 2}),
         name({"tp_rank": 0, "tp_size": 4}),
         name({"tp_rank": 0, "tp_size": 2, "pp_rank": 1, "pp_size": 2}),
@@ -78,6 +81,43 @@ def test_all_that_decides_the_bytes_is_in_the_name() -> None:
     assert len(set(others)) == len(others)
     assert name() == name()
     assert name().startswith("sglang/m@1/")
+
+
+def test_adapters_are_what_they_are_and_not_where(tmp_path: Path) -> None:
+    """SGLang's page hashes have an adapter's name and path, which stay when it is trained again."""
+    adapter = tmp_path / "a"
+    adapter.mkdir()
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(b"one")
+    given: list[Any] = [
+        [SimpleNamespace(lora_name="a", lora_path=str(adapter))],
+        [{"lora_name": "a", "lora_path": str(adapter)}],
+        [f"a={adapter}"],
+        [str(adapter)],
+        {"a": str(adapter)},
+    ]
+    before = {name(lora_paths=paths) for paths in given}
+    assert len(before) == 1
+    weights.write_bytes(b"another")
+    assert name(lora_paths=given[0]) not in {*before, name(), name(lora_paths=[])}
+    assert name(lora_paths=[]) == name()
+
+
+def test_an_adapter_that_nobody_can_name_is_shared_with_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    args = SimpleNamespace(**ARGS, lora_paths=["a=nobody/nothing"])
+    names = [
+        model_name(args, RankIdentity(0, 1), model_id="m@1", release="r", engine_id=engine_id) for engine_id in "ab"
+    ]
+    assert names[0] != names[1]
+    assert "the LoRA adapter nobody/nothing" in caplog.text
+
+
+def test_scales_are_what_the_file_says(tmp_path: Path) -> None:
+    scales = tmp_path / "scales.json"
+    scales.write_text("{}")
+    before = name(quantization_param_path=str(scales))
+    scales.write_text('{"k": 2}')
+    assert name(quantization_param_path=str(scales)) != before
 
 
 def test_ranks_that_have_the_same_share_it_and_one_writes() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,11 +206,20 @@ def test_mistakes_in_the_configuration_are_named(make: Callable[..., Any], extra
         make("unix:///none", **extra)
 
 
+@pytest.mark.parametrize(("release", "refused"), [("0.5.9", True), ("0.5.19.post1", True), ("0.5.20", False)])
+def test_releases_that_cannot_tell_adapters_apart_are_refused(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, release: str, refused: bool
+) -> None:
+    monkeypatch.setattr("kvferry.connectors.sglang.interface.version", lambda name: release)
+    with pytest.raises(RuntimeError, match="keys pages by their tokens alone") if refused else nullcontext():
+        make("unix:///none")
+
+
 def test_an_unknown_pool_fails_the_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     storage = importlib.import_module("kvferry.connectors.sglang.storage")
     backend = storage.KVFerryStorage(config("unix:///none"), {})
-    with pytest.raises(LayoutError, match="not one tensor"):
+    with pytest.raises(LayoutError, match="not only, one tensor"):
         backend.register_mem_pool_host(host_pool(kv_buffer=[]))
     with pytest.raises(LayoutError, match="decode context parallelism"):
         storage.KVFerryStorage(SimpleNamespace(**{**config("u").__dict__, "dcp_size": 2}), {})

@@ -41,6 +41,12 @@ def device_caches(pool: Any) -> Mapping[str, torch.Tensor]:
     return found
 
 
+def check_ranks(server_args: Any) -> None:
+    """Raise LayoutError where ranks have other tokens of a page."""
+    if (getattr(server_args, "dcp_size", 1) or 1) > 1:
+        raise LayoutError("decode context parallelism is on: each rank has other tokens of a page; not supported")
+
+
 def is_latent(pool: Any) -> bool:
     """Whether every tensor-parallel rank has the same."""
     return type(pool).__name__ == _LATENT

@@ -11,6 +11,8 @@ import torch
 
 from kvferry.errors import LayoutError
 
+# By name: a subclass may keep more than its tensor shows (scales of MXFP8, an indexer's keys).
+_KINDS = ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
 # Of each layout: the axes of the pool's tensor with K and V (MLA's is the same without K), and those of its pages, as
 # the format of that name in kvferry.layout has them. T tokens, P pages, N tokens of a page.
 _LAYOUTS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -49,10 +51,10 @@ def host_pages(pool: Any, *, shared: bool) -> HostPages:
     """
     kind, layout = type(pool).__name__, str(getattr(pool, "layout", ""))
     buffer = getattr(pool, "kv_buffer", None)
-    if not isinstance(buffer, torch.Tensor):
+    if kind not in _KINDS or not isinstance(buffer, torch.Tensor):
         raise LayoutError(
-            f"SGLang's host pool {kind} is not one tensor: KVferry keeps plain keys and values (or latents). Start the "
-            "engine without a HiCache storage back end"
+            f"SGLang's host pool is a {kind} that is not, or not only, one tensor: KVferry keeps plain keys and "
+            f"values, or latents, of {' and '.join(_KINDS)}. Start the engine without a HiCache storage back end"
         )
     if layout not in _LAYOUTS:
         raise LayoutError(

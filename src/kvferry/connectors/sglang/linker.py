@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvferry.connectors.sglang import interface
-from kvferry.connectors.sglang.device_pool import block_ids, check_components, device_caches, is_latent
+from kvferry.connectors.sglang.device_pool import block_ids, check_components, check_ranks, device_caches, is_latent
 from kvferry.connectors.sglang.identity import RankIdentity, model_name
 from kvferry.connectors.sglang.loads import Loads, QueuedLoad
 from kvferry.connectors.sglang.offloads import Offloads
@@ -46,6 +46,7 @@ class KVFerryLinker(UnifiedCacheLinker):
     ) -> None:
         settings = SGLangSettings.from_extra_config(extra_config or {}, where=_WHERE)
         check_components(components)
+        check_ranks(server_args)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: pool}
@@ -177,8 +178,8 @@ class KVFerryLinker(UnifiedCacheLinker):
 
 def _only_kv(transfers: Any) -> Any:
     """The transfer of keys and values; None where there are others, too, which nobody could restore."""
-    found = {transfer.name: transfer for transfer in transfers}
-    return found.get(PoolName.KV) if len(found) == 1 else None
+    found = list(transfers)
+    return found[0] if len(found) == 1 and found[0].name == PoolName.KV else None
 
 
 def _rank_of(params: Any, *, shared: bool) -> RankIdentity:

@@ -42,6 +42,7 @@ class Questions:
         self._lock = threading.Lock()  # guards what follows
         self._asks_again_at = float("-inf")
         self._num_late = 0
+        self._told: set[str] = set()
 
     @property
     def is_patient(self) -> bool:
@@ -67,11 +68,21 @@ class Questions:
         except DeadlineError:
             self.pause()
         except (KVFerryError, ValueError) as error:
-            _LOG.warning("a lookup failed, so its tokens are computed: %s", error)
+            self._tell(error)
         else:
             with self._lock:
                 self._num_late = 0
+                self._told.clear()
         return found.tokens // self._page_tokens, found.lease_id
+
+    def _tell(self, error: Exception) -> None:
+        """Log each kind of failure once, until a lookup goes well again."""
+        kind = f"{type(error).__name__} {getattr(error, 'code', '')}"
+        with self._lock:
+            told = kind in self._told
+            self._told.add(kind)
+        if not told:
+            _LOG.warning("a lookup failed, so its tokens are computed: %s; this is told once", error)
 
     def release(self, lease_id: int) -> None:
         """Give a promise back; an overdue lease ends by itself."""

@@ -39,6 +39,7 @@ class KVFerryStorage(HiCacheStorage):
         extra = dict(storage_config.extra_config or {})
         if not extra.get("interface_v1"):
             raise ValueError(_UNUSED)
+        interface.check_release(interface.release())
         self._settings = SGLangSettings.from_extra_config(extra, where=_WHERE, foreign=HICACHE_KEYS)
         self._config = storage_config
         self._rank = _rank_of(storage_config)
