@@ -112,6 +112,12 @@ def test_what_is_offloaded_is_loaded_elsewhere(make: Callable[..., Any]) -> None
     assert num_leases(second) == 0
 
 
+def test_other_weights_are_a_miss(make: Callable[..., Any]) -> None:
+    offload(make(), KEYS, *range(6))
+    assert make(-1.0, model_id="m@2").lookup("r", kv(KEYS)) == []
+    assert make(-1.0).lookup("r", kv(KEYS)) == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_tail_is_found_though_its_beginning_is_on_the_device(make: Callable[..., Any]) -> None:
     first, second = make(), make(-1.0)
     offload(first, KEYS, *range(6))

@@ -155,6 +155,11 @@ def test_other_models_and_layouts_share_nothing(
         assert request.matched == 0, changes
     (request,) = start(Setup(shape=PoolShape(tokens=16))).run(PROMPT)
     assert request.matched == 0
+    one_head = write_model(folder / "one head", num_key_value_heads=1)  # of which each of two ranks has a copy
+    for num_ranks, matched in ((1, 0), (2, 0), (2, 192), (1, 192)):
+        engine = start(Setup(num_ranks=num_ranks, shape=PoolShape(heads=1)), model=one_head)
+        assert engine.run(PROMPT)[0].matched == matched, num_ranks
+        engine.close()
     (request,) = start(model=model).run(PROMPT)
     assert request.matched == 192
 

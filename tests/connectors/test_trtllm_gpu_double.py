@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from doubles import fake_cuda
 from doubles.trt_blocks import PoolShape
 from doubles.trt_fixtures import Start, starting, wait_for_memory
 from doubles.trt_interface import Stub
-from doubles.trt_memory import cuda_pool
+from doubles.trt_memory import cuda_pool, host_memory
 from doubles.trt_requests import Setup
+from doubles.vmm_pool import VmmPool
+from kvferry.connectors import trtllm
+from kvferry.cuda.memory import HandleType
+from kvferry.errors import UnsupportedMemoryError
 from kvferry.ipc import RawCudaIPCWrapper
 from serving.process import Stage, Zygote
 
@@ -50,6 +55,24 @@ def test_what_an_engine_computed_its_successor_loads(start_on_gpu: Start, gpu_st
     (again,) = start_on_gpu(setup, make_pool=cuda_pool).run(PROMPT)
     assert (request.matched, again.matched) == (0, 192)
     assert again.tokens == request.tokens
+
+
+@pytest.mark.parametrize("setup", [SETUP, dataclasses.replace(SETUP, v2=True, shape=PoolShape(blocks=14, tokens=64))])
+def test_virtual_memory_without_handles_ends_the_start(start_on_gpu: Start, setup: Setup) -> None:
+    """As V2's where the driver permits no fabric handles, or V1's of an engine that can sleep."""
+    pools: list[VmmPool] = []
+
+    def make(setup: Setup) -> torch.Tensor:
+        shape = setup.shape
+        pools.append(VmmPool(shape.blocks * shape.layers * shape.factor * shape.width * 2, types=HandleType(0)))
+        pool = pools[-1].tensor().view(torch.bfloat16)[: shape.blocks * shape.layers * shape.factor * shape.width]
+        return pool.view(shape.blocks, shape.layers, shape.factor, shape.width)
+
+    worker = type("Worker", (trtllm.KVFerryWorker,), {"memory_at": staticmethod(host_memory)})
+    with pytest.raises(UnsupportedMemoryError, match=r"pool cannot be shared: .*use_kv_cache_manager_v2=False there"):
+        start_on_gpu(setup, make_pool=make, worker=worker)
+    for pool in pools:
+        pool.close()
 
 
 def test_host_and_device_pools_share_kv(start_on_gpu: Start) -> None:

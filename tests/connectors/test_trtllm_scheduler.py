@@ -186,6 +186,16 @@ def test_fewer_pages_than_were_promised() -> None:
         side.plan(first(0, 64, [5, 4], new_block_ids_by_layer_group=[[5, 4]]))
 
 
+def test_what_a_promise_with_pages_for_one_chunk_has_completed_is_not_known_yet() -> None:
+    """Whether a release tells pages by group, or not: what is stored too early is wrong KV."""
+    side = side_of(Server(64), block_size=64)
+    assert side.matched(Request(1, PROMPT), 0) == 64
+    plan = side.plan(first(0, 64, [5, 4, 3]))  # of the promise, nothing is used
+    assert (len(plan.loads), plan.stores) == (1, ())
+    (store,) = side.plan(later(64, 64, [])).stores
+    assert (store.start_token, len(store.tokens)) == (64, 128 * 4)
+
+
 def test_blocks_without_a_page() -> None:
     assert targets([-1, -1, 5, 6, 7], 4, 0) == ((0, 0, 5, 6), 2)
     assert targets([-1, 4, 5], 3, 1) == ((0, 4, 5), 1)

@@ -15,11 +15,11 @@ from kvferry.connectors.trtllm.identity import model_name
 from kvferry.connectors.trtllm.model import read_config, shape_of
 from kvferry.connectors.trtllm.plans import StepPlan
 from kvferry.connectors.trtllm.promises import Promises
-from kvferry.connectors.trtllm.refusals import check_configuration
+from kvferry.connectors.trtllm.refusals import UNSHARED, check_configuration
 from kvferry.connectors.trtllm.scheduler import SchedulerRules, SchedulerSide
 from kvferry.connectors.trtllm.settings import read_settings
 from kvferry.connectors.trtllm.worker import WorkerSide
-from kvferry.errors import DeadlineError, KVFerryError, LayoutError
+from kvferry.errors import DeadlineError, KVFerryError, LayoutError, UnsupportedMemoryError
 from kvferry.ipc import IPCPolicy
 from kvferry.layout import chunk_tokens_for
 
@@ -175,6 +175,8 @@ class KVFerryWorker(_WorkerBase):  # type: ignore[misc]
                 hints=pool.hints,
                 policy=IPCPolicy(isolated_ipc=settings.isolated_ipc),
             )
+        except UnsupportedMemoryError as error:
+            raise UnsupportedMemoryError(f"TensorRT-LLM's KV pool cannot be shared: {error}. {UNSHARED}") from error
         except DeadlineError as error:
             _LOG.warning("the cache server at %s hangs: this engine keeps and finds no KV: %s", settings.url, error)
 

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+# What to do where the pool is memory that no other process can map.
+UNSHARED = (
+    "KV cache manager V2 makes virtual memory with fabric handles where the driver permits them, and else with none: "
+    "set kv_cache_config.use_kv_cache_manager_v2=False there. V1's pool can be shared unless use_uvm or the option for "
+    "sleeping engines is on"
+)
 ATTENTION_LAYOUTS = {"TRTLLM": "HND", "FLASHINFER": "NHD", "VANILLA": "NHD"}
 
 

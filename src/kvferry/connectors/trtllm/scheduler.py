@@ -153,10 +153,12 @@ class SchedulerSide:
     def _loaded_tokens(self, state: RequestState, data: Any) -> int:
         """Tokens that this step loads and its position leaves out.
 
-        Where pages come by layer group, fewer may be used than were promised, so that the forward begins before the end
-        of what is loaded. None are counted then: the next step's position says it.
+        V2, which tells pages by layer group, and may have pages for one chunk only, may use less than was promised: the
+        forward then begins before the end of what is loaded. None are counted there; the next step's position says it.
         """
-        return 0 if _groups(data) else state.wanted_tokens - state.local_tokens
+        if _groups(data) or len(state.blocks) * self._rules.block_size < len(state.prompt):
+            return 0
+        return state.wanted_tokens - state.local_tokens
 
     def _load(self, data: Any, state: RequestState) -> list[LoadPlan]:
         """The load of what was promised. The forward will use those blocks: raises where they cannot be filled."""
