@@ -19,7 +19,8 @@ from kvferry.cuda.memory import pointer_info, tensor_from_pointer
 from kvferry.errors import TransferError
 from kvferry.ipc import rehome
 from kvferry.p2p import P2pConfig, P2pNcclEngine, Receiving, Sending
-from kvferry.p2p.carriers.pushes.ring import Part
+from kvferry.p2p.carriers.pushes.gpu_copies import GpuCopies
+from kvferry.p2p.carriers.pushes.run import Part
 
 BLOCK_SIZE = 16
 HEAD_DIM = 32
@@ -240,15 +241,13 @@ class P2pSide:
         return {"threads": threading.active_count(), "rss": pages * 4096}
 
     def _count_gathers(self) -> None:
-        ring = self.engine._parts.nccl._ring
-        if ring is not None:
-            gather = ring.gather
+        start = GpuCopies.start
 
-            def counting(part: Part, *rest: Any) -> None:
-                self.gathered_bytes += part.end - part.begin
-                gather(part, *rest)
+        def counting(copies: GpuCopies, part: Part, slot: int, *, to_flat: bool) -> None:
+            self.gathered_bytes += part.nbytes if to_flat else 0
+            start(copies, part, slot, to_flat=to_flat)
 
-            ring.gather = counting  # type: ignore[method-assign,assignment]
+        GpuCopies.start = counting  # type: ignore[method-assign,assignment]
 
     def driver_calls(self) -> dict[str, Any]:
         """How often functions of the driver's double were called."""

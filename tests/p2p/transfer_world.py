@@ -123,7 +123,7 @@ class World:
         try:
             self.into.claim(claim, self.now)
             if ask:
-                claim.asked = self.session
+                claim.source = self.session
                 self.tell_sender(self.session, Ask(transfer_id=transfer_id, part=0, wait_s=wait_s))
         except TransferError as error:
             wanted.outcomes.append(error)

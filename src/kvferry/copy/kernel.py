@@ -27,7 +27,8 @@ class CopyKernel:
     Methods that take the driver want the device's context to be current.
     """
 
-    def __init__(self, device: int, *, max_ctas: int) -> None:
+    def __init__(self, device: int, *, max_ctas: int, table_bytes: int = _FIRST_TABLE_BYTES) -> None:
+        """`table_bytes` is what is allocated for a plan at first. Raises CudaError."""
         self.device = device
         self._max_ctas = max_ctas
         self._plan: CopyPlan | None = None
@@ -38,7 +39,7 @@ class CopyKernel:
             module = undo.enter_context(Module(compile_ptx(SOURCE.read_text(), device), device))
             self._function = module.function("copy_chunks")
             with bound(device) as drv:
-                self._reserve(drv, _FIRST_TABLE_BYTES)
+                self._reserve(drv, table_bytes)
             undo.callback(self._free_table)
             self._undo = undo.pop_all()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ from kvferry.errors import CudaError, PeerGoneError, ProtocolError, ShareError
 from kvferry.p2p.carriers.base import CarrierEvents
 from kvferry.p2p.carriers.link import Link
 from kvferry.p2p.carriers.links import Links
+from kvferry.p2p.carriers.pushes.buffers import Buffer
 from kvferry.p2p.carriers.pushes.carrier import PushCarrier, Tell
-from kvferry.p2p.carriers.pushes.device_ring import DeviceRing, pinned_slots
+from kvferry.p2p.carriers.pushes.device_ring import DeviceRing
 from kvferry.p2p.carriers.pushes.host_ring import HostRing
 from kvferry.p2p.carriers.pushes.inlet import Inlet
 from kvferry.p2p.carriers.pushes.lane import Range
@@ -27,38 +28,51 @@ from kvferry.p2p.signal.handshake import HOST_CARRIER
 from kvferry.p2p.signal.session import Session
 
 SLOT_BYTES = 4 << 20
-SLOTS = 4  # for each direction
+SLOTS = 3
+BUFFERS = 2  # for each direction
+_SLOT, _GRANT = 0, 1  # the items of an exchange
+_GRANTS = 4 * SLOTS  # that are waited for at once: the peer is never so many slots ahead
 
 
 class LinkLane:
     """Exchanges slots over a link, in the order of the calls: one has been sent before the next begins.
 
-    What is under way is known in the links' thread alone.
+    As nothing holds up what comes over a link for which there is no place, the receiver says of each slot that it has
+    one, by an empty item. What is under way is known in the links' thread alone.
     """
 
-    def __init__(self, links: Links[Session], session: Session, ring: Ring) -> None:
+    def __init__(self, links: Links[Session], session: Session, owner: object) -> None:
+        """`owner` keeps the memory of the slots."""
         self._links = links
         self._session = session
-        self._ring = ring
+        self._owner = owner
         self._numbers = itertools.count(1)
         self._under_way: set[Future[None]] = set()
-        self._to_send: deque[tuple[int, ByteRuns, Future[None]]] = deque()  # the first is being sent
+        self._to_send: deque[tuple[int, ByteRuns, Future[None]]] = deque()
+        self._sending = False  # the first of them
+        self._granted = 0  # slots that the peer has, or had, a place for
+        for number in range(1, _GRANTS + 1):
+            self._links.use(session, partial(self._await_grant, number))
 
     def exchange(
         self, *, sends: Sequence[Range] = (), receives: Sequence[Range] = (), timeout_s: float
     ) -> Future[None]:
         """One range, sent or received."""
         (slot,) = (*sends, *receives)
-        number, runs = next(self._numbers), ByteRuns.single(*slot, self._ring)
+        number, runs = next(self._numbers), ByteRuns.single(*slot, self._owner)
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
         self._links.call(partial(self._under_way.add, future))
         if sends:
             self._links.use(self._session, partial(self._send, (number, runs, future)))
         else:
-            then, until = partial(self._done, future), time.monotonic() + timeout_s
-            self._links.use(self._session, lambda link: link.expect(number, 0, runs, then=then, until=until))
+            until = time.monotonic() + timeout_s
+            self._links.use(self._session, partial(self._receive, number, runs, future, until))
         return future
+
+    def call(self, task: Callable[[], None]) -> None:
+        """In the links' thread."""
+        self._links.call(task)
 
     def abort(self, reason: str) -> Future[Any]:
         """The link has been dropped before, so nobody touches the slots any more when this is done."""
@@ -66,19 +80,32 @@ class LinkLane:
         self._links.call(partial(self._fail, reason, ended))
         return ended
 
+    def _receive(self, number: int, runs: ByteRuns, future: Future[None], until: float, link: Link) -> None:
+        link.expect(number, _SLOT, runs, then=partial(self._done, future), until=until)
+        link.send(number, _GRANT, ByteRuns.single(0, 0, None))
+
+    def _await_grant(self, number: int, link: Link) -> None:
+        link.expect(number, _GRANT, ByteRuns.single(0, 0, None), then=partial(self._on_grant, link, number))
+
+    def _on_grant(self, link: Link, number: int) -> None:
+        self._granted = number
+        self._await_grant(number + _GRANTS, link)
+        self._go_on(link)
+
     def _send(self, slot: tuple[int, ByteRuns, Future[None]], link: Link) -> None:
         self._to_send.append(slot)
-        if len(self._to_send) == 1:
-            self._start(link)
+        self._go_on(link)
 
-    def _start(self, link: Link) -> None:
-        number, runs, _ = self._to_send[0]
-        link.send(number, 0, runs, partial(self._sent, link))
+    def _go_on(self, link: Link) -> None:
+        if self._to_send and not self._sending and self._to_send[0][0] <= self._granted:
+            self._sending = True
+            number, runs, _ = self._to_send[0]
+            link.send(number, _SLOT, runs, partial(self._sent, link))
 
     def _sent(self, link: Link) -> None:
+        self._sending = False
         self._done(self._to_send.popleft()[2])
-        if self._to_send:
-            self._start(link)
+        self._go_on(link)
 
     def _done(self, future: Future[None]) -> None:
         self._under_way.discard(future)
@@ -98,6 +125,7 @@ class StagedCarrier(PushCarrier):
     def __init__(self, links: Links[Session], events: CarrierEvents, tell: Tell, post: Post) -> None:
         super().__init__(events, tell, post)
         self._links = links
+        self._ring: Ring | None = None
         self._device_uuid = ""
         self._problem = ""
 
@@ -108,23 +136,32 @@ class StagedCarrier(PushCarrier):
                 raise ProtocolError(f"the slots are for another GPU than {device_uuid}: use another engine")
             return
         try:
-            self._use(
-                DeviceRing(ordinal_of(device_uuid), slots=2 * SLOTS, slot_bytes=SLOT_BYTES, allocate=pinned_slots)
-            )
+            self._fill_with(DeviceRing(ordinal_of(device_uuid), slots=2 * BUFFERS * SLOTS, slot_bytes=SLOT_BYTES))
         except (CudaError, ShareError) as error:
             self._problem = str(error)
             raise
         self._device_uuid = device_uuid
 
-    def _usable_ring(self, session: Session) -> Ring | None:
+    def close(self) -> None:
+        """End the ring. Idempotent; waits, but not without end."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+
+    def _fill_with(self, ring: Ring) -> None:
+        self._ring = ring
+        starts = range(0, len(ring.addresses), SLOTS)
+        self._use([Buffer(ring.addresses[start : start + SLOTS], ring.slot_bytes, ring) for start in starts])
+
+    def _is_ready(self, session: Session) -> bool:
         if self._ring is None and not session.own.device_uuid:
-            self._use(HostRing(slots=2 * SLOTS, slot_bytes=SLOT_BYTES))
+            self._fill_with(HostRing(slots=2 * BUFFERS * SLOTS, slot_bytes=SLOT_BYTES))
         if self._ring is None:
             self._fail(session, ShareError(f"nothing can be staged in host memory: {self._problem}"))
-        return self._ring
+        return self._ring is not None
 
     def _connect_outlet(self, session: Session, outlet: Outlet) -> None:
-        outlet.lane = LinkLane(self._links, session, outlet.ring)
+        outlet.connect(LinkLane(self._links, session, self._ring))
 
     def _connect_inlet(self, session: Session, inlet: Inlet) -> None:
-        inlet.lane = LinkLane(self._links, session, inlet.ring)
+        inlet.connect(LinkLane(self._links, session, self._ring))

@@ -85,6 +85,11 @@ class Communicator:
         self._give(partial(self._accept, exchange))
         return exchange.future
 
+    def call(self, task: Callable[[], None]) -> None:
+        """Have the launcher's thread call it, also once this one has ended; where that thread has, call it here."""
+        if not self._post(task):
+            task()
+
     def register(self, address: int, nbytes: int) -> Future[int]:
         """Register device memory, so that transfers from and to it pass NCCL's own buffers by; gives a handle.
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from functools import partial
 
 from kvferry.cuda.device import bound, device_uuid
-from kvferry.cuda.stream import Stream, beside_captures
-from kvferry.errors import NcclError
+from kvferry.cuda.stream import Event, Stream, beside_captures
+from kvferry.errors import CudaError, NcclError
 from kvferry.p2p.nccl.communicator import Communicator, State
 from kvferry.p2p.nccl.functions import ncclConfig
 from kvferry.p2p.nccl.lane import Lane
@@ -27,6 +27,7 @@ _IDLE_S = 1.0
 # ever less often, such that what took a while is noticed an eighth of that late.
 _SPIN_S = 200e-6
 _LATE, _LONGEST_S = 1 / 8, 500e-6
+OnReached = Callable[[Exception | None], None]
 _FIRST_BYTES = 256  # of the exchange that each side makes first, out and in
 
 
@@ -57,6 +58,8 @@ class NcclLauncher:
         self._members: list[Communicator] = []
         self._stuck = 0
         self._stopping = False
+        self._ended = False
+        self._watched: list[tuple[Event, OnReached]] = []  # this and the next are the thread's own
         self._changed_at = 0.0  # when something last went on
         self._memory = self._make_memory()
         self._thread = threading.Thread(target=self._run, name=f"kvferry-nccl-{device}", daemon=True)
@@ -97,6 +100,19 @@ class NcclLauncher:
             lane.close()
             raise
         return self._first_exchange(comm, timeout_s or self.settings.connect_timeout_s)
+
+    def watch(self, event: Event, then: OnReached) -> None:
+        """Call `then` once an event is reached, or with the error of asking. In this launcher's thread alone.
+
+        What it marks must not wait for anybody: the launcher does not end before it is reached.
+        """
+        self._watched.append((event, then))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its thread calls nothing any more."""
+        with self._changed:
+            return self._ended
 
     @property
     def num_communicators(self) -> int:
@@ -179,7 +195,7 @@ class NcclLauncher:
     def _post(self, task: Callable[[], object]) -> bool:
         """Leave a task to the thread; False where it takes none any more, and every communicator has ended."""
         with self._changed:
-            if self._stopping and not self._members:
+            if self._ended:
                 return False
             self._tasks.append(task)
             self._changed.notify_all()
@@ -191,25 +207,44 @@ class NcclLauncher:
                 self._loop()
         finally:  # members are left only where this ends as it should not
             with self._changed:
-                self._stopping = True
+                self._stopping = self._ended = True
                 lost, self._members = self._members, []
                 tasks, self._tasks = self._tasks, deque()
                 self._stuck += len(lost)
             for member in lost:
                 member.lose()
             for task in tasks:
-                task()
+                _guarded(task)
 
     def _loop(self) -> None:
         while True:
             with self._changed:
                 tasks, members = list(self._tasks), list(self._members)
                 self._tasks.clear()
-                if self._stopping and not tasks and not members:
+                if self._stopping and not (tasks or members or self._watched):
+                    self._ended = True
                     return
             for task in tasks:
-                task()
-            self._rest(self._turn(members) or bool(tasks))
+                _guarded(task)
+            reached = self._look()
+            self._rest(self._turn(members) or reached or bool(tasks))
+
+    def _look(self) -> bool:
+        """Tell of the events that are reached; whether there were any."""
+        watched, self._watched = self._watched, []
+        reached = []
+        for event, then in watched:
+            try:
+                error, done = None, event.query()
+            except CudaError as problem:
+                error, done = problem, True
+            if done:
+                reached.append(partial(then, error))
+            else:
+                self._watched.append((event, then))
+        for call in reached:
+            _guarded(call)
+        return bool(reached)
 
     def _turn(self, members: list[Communicator]) -> bool:
         """One step of every communicator; whether anything changed."""
@@ -239,6 +274,14 @@ class NcclLauncher:
             self._changed_at = now
         quiet_s = now - self._changed_at
         with self._changed:
-            polling = any(member.busy for member in self._members)
+            polling = bool(self._watched) or any(member.busy for member in self._members)
             if not self._tasks and (not polling or quiet_s > _SPIN_S):
                 self._changed.wait(min(_LATE * quiet_s, _LONGEST_S) if polling else _IDLE_S)
+
+
+def _guarded(call: Callable[[], object]) -> None:
+    """A mistake in one call must not end the thread that all transfers depend on."""
+    try:
+        call()
+    except Exception:  # whatever it is
+        _logger.exception("a call of the NCCL thread failed")

@@ -18,6 +18,7 @@ NONCE_BYTES = 32
 NOBODY = b"\0" * INSTANCE_BYTES
 MAX_ID_CHARS = 1024
 MAX_TAG_BYTES = 64
+MAX_RUN_ITEMS = 4096
 
 Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -193,20 +194,16 @@ class NcclNew(Message, frozen=True, kw_only=True):
 
 
 class Push(Message, frozen=True, kw_only=True):
-    """Bytes `begin` to `end` of an item lie ready to be sent, behind those of earlier pushes.
-
-    Or of several, from `item` on: then all of each, one after the other.
-    """
+    """A run, ready to be sent behind those that were pushed before: all bytes of `items` items from `item` on."""
 
     number: Number
     item: Count
-    begin: Bytes
-    end: Bytes
-    items: Annotated[int, Meta(ge=1, le=4096)] = 1
+    items: Annotated[int, Meta(ge=1, le=MAX_RUN_ITEMS)]
+    nbytes: Bytes
 
 
 class Go(Message, frozen=True, kw_only=True):
-    """There is a slot for the first push that has none yet: both sides launch now."""
+    """There is a buffer for the first run that has none yet: both sides begin now."""
 
 
 class Landed(Message, frozen=True, kw_only=True):

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 
-from kvferry.cuda.device import ordinal_of
+from kvferry.cuda.device import bound, ordinal_of
+from kvferry.cuda.stream import beside_captures
 from kvferry.errors import KVFerryError, ProtocolError, TransferError
 from kvferry.p2p.carriers.base import CarrierEvents
+from kvferry.p2p.carriers.pushes.buffers import Buffer
 from kvferry.p2p.carriers.pushes.carrier import PushCarrier, Tell
-from kvferry.p2p.carriers.pushes.device_ring import DeviceRing, device_slots
 from kvferry.p2p.carriers.pushes.inlet import Inlet
 from kvferry.p2p.carriers.pushes.outlet import Outlet, Post
+from kvferry.p2p.carriers.pushes.polled import PolledCopies
 from kvferry.p2p.nccl import Communicator, NcclLauncher, NCCLLibrary, NcclSettings
 from kvferry.p2p.signal.handshake import NCCL_CARRIER
 from kvferry.p2p.signal.messages import Go, NcclNew, Push
 from kvferry.p2p.signal.session import Session
 
-SLOT_BYTES = 64 << 20
-SLOTS = 3  # for each direction
+SLOT_BYTES = 32 << 20
+SLOTS = 3
+BUFFERS = 2  # for each direction
 
 
 class NcclCarrier(PushCarrier):
     """All but `prepare` and `close` is called in the loop's thread.
 
     Each direction of a session has a communicator of its own, made by its sender when it first has something to send.
-    Neither side launches before the source's bytes are in a slot, the receiver has one free, and both have agreed: so
-    nothing that is launched waits for anything but its other half, which is launched, too.
+    What runs, after both sides have a buffer for it and have agreed, is done in the launcher's thread alone: copies and
+    launches follow each other there without waiting for another thread. So nothing that is launched waits for anything
+    but its other half, which is launched, too.
     """
 
     name = NCCL_CARRIER
@@ -37,6 +42,7 @@ class NcclCarrier(PushCarrier):
         self._settings = settings
         self._library: NCCLLibrary | None = None
         self._launcher: NcclLauncher | None = None
+        self._memory = ExitStack()
         self._device = -1
 
     @property
@@ -45,16 +51,18 @@ class NcclCarrier(PushCarrier):
         return self._settings.bytes_per_peer
 
     def prepare(self, device_uuid: str, *, slot_bytes: int = SLOT_BYTES) -> None:
-        """Load NCCL and allocate the ring, once. Raises NcclError, CudaError where that cannot be."""
+        """Load NCCL and allocate the buffers, once. Raises NcclError, CudaError where that cannot be."""
         device = ordinal_of(device_uuid)
-        if self._ring is not None:
+        if self._launcher is not None:
             if self._device != device:
                 raise ProtocolError(f"NCCL was made ready for another GPU than {device_uuid}: use another engine")
             return
         self._library = NCCLLibrary()
         launcher = NcclLauncher(self._library, device, self._settings)
         try:
-            self._use(DeviceRing(device, slots=2 * SLOTS, slot_bytes=slot_bytes, allocate=device_slots))
+            with beside_captures(device), ExitStack() as undo:
+                self._use([_buffer(launcher, slot_bytes, undo) for _ in range(2 * BUFFERS)])
+                self._memory = undo.pop_all()
         except BaseException:
             launcher.close()
             raise
@@ -72,11 +80,19 @@ class NcclCarrier(PushCarrier):
         return True
 
     def close(self) -> None:
-        """End the communicators and the ring. Idempotent; waits, but not without end."""
+        """End the communicators, and free the buffers. Idempotent; waits, but not without end."""
         launcher, self._launcher = self._launcher, None
-        if launcher is not None:
-            launcher.close()
-        super().close()
+        if launcher is None:
+            return
+        launcher.close()
+        if launcher.has_ended and not launcher.num_stuck:
+            with beside_captures(self._device):
+                self._memory.close()
+
+    def _is_ready(self, session: Session) -> bool:
+        if self._launcher is None:
+            self._fail(session, TransferError("failed", "NCCL was not made ready"))
+        return self._launcher is not None
 
     def _connect_outlet(self, session: Session, outlet: Outlet) -> None:
         assert self._library is not None
@@ -109,5 +125,20 @@ class NcclCarrier(PushCarrier):
         elif end.ended:
             done.result().abort("the session has ended meanwhile")
         else:
-            end.lane = done.result()
-            end.pump()
+            end.connect(done.result())
+
+
+def _buffer(launcher: NcclLauncher, slot_bytes: int, undo: ExitStack) -> Buffer:
+    """Some slots in the GPU's memory."""
+    device = launcher.device
+    with bound(device) as drv:
+        base = drv.mem_alloc(SLOTS * slot_bytes)
+    undo.callback(_free, device, base)
+    copies = PolledCopies(device, launcher.watch)
+    undo.callback(copies.close)
+    return Buffer(tuple(base + slot * slot_bytes for slot in range(SLOTS)), slot_bytes, copies)
+
+
+def _free(device: int, base: int) -> None:
+    with bound(device) as drv:
+        drv.mem_free(base)

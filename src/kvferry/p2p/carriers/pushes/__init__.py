@@ -1,1 +1,1 @@
-"""What goes in parts through slots: gathered into one, pushed, exchanged with the peer, scattered from there."""
+"""What goes in runs through slots: agreed on with the peer, gathered part by part, exchanged, scattered from there."""

@@ -1,17 +1,16 @@
-"""What every carrier does that moves all in parts through slots, whatever exchanges them with the peer's."""
+"""What every carrier does that moves all in runs through slots, whatever exchanges them with the peer's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvferry.errors import KVFerryError, ProtocolError, TransferError
 from kvferry.p2p import geometry
 from kvferry.p2p.carriers.base import CarrierEvents
+from kvferry.p2p.carriers.pushes.buffers import Buffer, Buffers
 from kvferry.p2p.carriers.pushes.inlet import Expected, Inlet
 from kvferry.p2p.carriers.pushes.outlet import Item, Outlet, Post
-from kvferry.p2p.carriers.pushes.ring import Ring
-from kvferry.p2p.carriers.pushes.slots import Slots
 from kvferry.p2p.memory import BlockMemory, Memory
 from kvferry.p2p.signal.messages import Go, Message, NcclNew, Offer, Push, Ready
 from kvferry.p2p.signal.session import Session
@@ -30,9 +29,8 @@ class PushCarrier:
         self._events = events
         self._tell = tell
         self._post = post
-        self._ring: Ring | None = None
-        self._send_slots = Slots(())
-        self._receive_slots = Slots(())
+        self._send_buffers = Buffers(())
+        self._receive_buffers = Buffers(())
         self._outlets: dict[Session, Outlet] = {}
         self._inlets: dict[Session, Inlet] = {}
         self._by_number: dict[int, Outlet] = {}
@@ -45,14 +43,14 @@ class PushCarrier:
         self._by_number[number] = outlet
         total = _bytes_of(session, source, item)
         if not total:
-            self._tell(session, Push(number=number, item=item, begin=0, end=0))
+            self._tell(session, Push(number=number, item=item, items=1, nbytes=0))
             return
         if not outlet.queue:  # once all that is ready by now is in the queue, as what follows each other goes together
             self._post(outlet.pump)
         outlet.queue.append(Item(number, item, source, _pieces_of(session, source, item), total))
 
     def stop_source(self, session: Session, number: int) -> None:
-        """Gathers that run are waited for."""
+        """What the peer has been told of is read to its end first."""
         outlet = self._by_number.pop(number, None)
         if outlet is None:
             self._events.released(number)
@@ -73,7 +71,7 @@ class PushCarrier:
         """Nothing: what is ready is pushed."""
 
     def stop_landing(self, session: Session, number: int) -> None:
-        """Scatters that run are waited for."""
+        """What is being written is waited for."""
         inlet = self._inlets.get(session)
         if inlet is None:
             self._events.landing_stopped(session, number)
@@ -101,14 +99,12 @@ class PushCarrier:
         for end in (self._outlets.pop(session, None), self._inlets.get(session)):
             if end is not None:
                 end.end(f"{session!r} has ended")
-        for lost in [lost for lost, inlet in self._inlets.items() if inlet.ended and not inlet.writing]:
+        for lost in [lost for lost, inlet in self._inlets.items() if inlet.ended and inlet.is_idle]:
             del self._inlets[lost]  # the others still write into somebody's blocks
 
     def close(self) -> None:
-        """End the ring. Idempotent; waits, but not without end."""
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            ring.close()
+        """End all. Idempotent; waits, but not without end."""
+        raise NotImplementedError
 
     def _connect_outlet(self, session: Session, outlet: Outlet) -> None:
         """Give it the lane that it sends over, now or later. Raises KVFerryError."""
@@ -118,25 +114,20 @@ class PushCarrier:
         """The same for what comes."""
         raise NotImplementedError
 
-    def _use(self, ring: Ring) -> None:
-        """Half of its slots are for each direction."""
-        half = len(ring.addresses) // 2
-        self._ring = ring
-        self._send_slots, self._receive_slots = Slots(ring.addresses[:half]), Slots(ring.addresses[half:])
+    def _use(self, buffers: Sequence[Buffer]) -> None:
+        """Half of them are for each direction."""
+        half = len(buffers) // 2
+        self._send_buffers, self._receive_buffers = Buffers(buffers[:half]), Buffers(buffers[half:])
 
-    def _usable_ring(self, session: Session) -> Ring | None:
-        """Where there is none the session ends."""
-        if self._ring is None:
-            self._fail(session, TransferError("failed", "there is no ring of slots"))
-        return self._ring
+    def _is_ready(self, session: Session) -> bool:
+        """Whether there are buffers. Where there are none the session ends."""
+        raise NotImplementedError
 
     def _outlet(self, session: Session) -> Outlet | None:
         outlet = self._outlets.get(session)
-        ring = self._usable_ring(session)
-        if outlet is None and ring is not None:
+        if outlet is None and self._is_ready(session):
             outlet = self._outlets[session] = Outlet(
-                ring,
-                self._send_slots,
+                self._send_buffers,
                 partial(self._tell, session),
                 self._post,
                 self._events.released,
@@ -150,11 +141,9 @@ class PushCarrier:
 
     def _inlet(self, session: Session) -> Inlet | None:
         inlet = self._inlets.get(session)
-        ring = self._usable_ring(session)
-        if inlet is None and ring is not None:
+        if inlet is None and self._is_ready(session):
             inlet = self._inlets[session] = Inlet(
-                ring,
-                self._receive_slots,
+                self._receive_buffers,
                 partial(self._tell, session),
                 self._post,
                 partial(self._events.item_landed, session),

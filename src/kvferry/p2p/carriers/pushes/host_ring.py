@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from kvferry.copy.streaming import row_copier
-from kvferry.p2p.carriers.pushes.ring import Part, Ring, Wait
-from kvferry.p2p.carriers.runs import joined
+from kvferry.p2p.carriers.pushes.ring import Ring, Wait
+from kvferry.p2p.carriers.pushes.run import Part
 
 
 class HostRing(Ring):
@@ -17,11 +17,10 @@ class HostRing(Ring):
         self._memory = torch.empty(slots * slot_bytes, dtype=torch.uint8)
         self._copy_rows = row_copier()
         base = self._memory.data_ptr()
-        super().__init__([base + slot * slot_bytes for slot in range(slots)], slot_bytes)
+        super().__init__(tuple(base + slot * slot_bytes for slot in range(slots)), slot_bytes)
 
     def _copy(self, part: Part, slot: int, *, to_flat: bool) -> Wait:
-        runs = joined([part.memory.runs(part.item + place, pieces) for place, pieces in enumerate(part.pieces)])
-        rows = runs.part(part.begin, part.end).rows_from(slot)
+        rows = part.run.byte_runs.part(part.begin, part.end).rows_from(slot)
         self._copy_rows(np.ascontiguousarray(rows[:, [1, 0, 2]]) if to_flat else rows)
         return lambda: None
 

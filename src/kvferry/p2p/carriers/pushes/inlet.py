@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.errors import NcclStuckError, ProtocolError
+from kvferry.errors import NcclStuckError, ProtocolError, TransferError
+from kvferry.p2p.carriers.pushes.buffers import Buffer, Buffers
 from kvferry.p2p.carriers.pushes.lane import Lane
-from kvferry.p2p.carriers.pushes.outlet import EXCHANGE_S, Post
-from kvferry.p2p.carriers.pushes.ring import Part, Ring
-from kvferry.p2p.carriers.pushes.slots import Slots
+from kvferry.p2p.carriers.pushes.outlet import MAX_AHEAD, Post
+from kvferry.p2p.carriers.pushes.pipes import ReceivePipe
+from kvferry.p2p.carriers.pushes.run import Run
 from kvferry.p2p.geometry import Piece
 from kvferry.p2p.memory import Memory
 from kvferry.p2p.signal.messages import Go, Message, Push
@@ -20,31 +20,37 @@ from kvferry.p2p.signal.messages import Go, Message, Push
 
 @dataclass(slots=True, eq=False)
 class Expected:
-    """Where a transfer is to land, how far each item has come, and which are still to land."""
+    """Where a transfer is to land, and which of its items have not been pushed."""
 
     memory: Memory
     pieces: Callable[[int], tuple[Piece, ...]]
     item_bytes: tuple[int, ...]
-    written: Counter[int] = field(default_factory=Counter)
-    left: set[int] = field(default_factory=set)
+    to_come: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.left.update(range(len(self.item_bytes)))
+        self.to_come.update(range(len(self.item_bytes)))
 
-    def size(self, item: int) -> int:
-        """Bytes of an item; 0 where there is none."""
-        return self.item_bytes[item] if item < len(self.item_bytes) else 0
+    def run(self, push: Push) -> Run:
+        """What was pushed, as it is to land. Raises ProtocolError where it is not what was to come."""
+        items = range(push.item, push.item + push.items)
+        if not self.to_come.issuperset(items):
+            raise ProtocolError(f"{items} of transfer {push.number}, of which {sorted(self.to_come)} were to come")
+        sizes = tuple(self.item_bytes[item] for item in items)
+        if sum(sizes) != push.nbytes:
+            raise ProtocolError(f"{push.nbytes} bytes of items {items}, which have {sizes}")
+        self.to_come.difference_update(items)
+        return Run(push.number, push.item, self.memory, tuple(map(self.pieces, items)), sizes)
 
 
 @dataclass(slots=True, eq=False)
 class Inlet:
-    """For the loop's thread. Each push gets a slot in its turn; what has landed there is scattered, or dropped.
+    """For the loop's thread. Runs that the peer pushes get a buffer in their turn; then both sides begin.
 
-    A slot never waits for anything but its own exchange and its own scatter, so all slots come back.
+    `landed` may be called in any thread, all else in the loop's. A run waits for nothing but its own parts, so all
+    buffers come back.
     """
 
-    ring: Ring
-    slots: Slots
+    buffers: Buffers
     tell: Callable[[Message], None]
     post: Post
     landed: Callable[..., None]
@@ -52,107 +58,94 @@ class Inlet:
     failed: Callable[[Exception], None]
     lane: Lane | None = None
     ended: bool = False
-    pushes: deque[Push] = field(default_factory=deque)
     expected: dict[int, Expected] = field(default_factory=dict)
-    writing: Counter[int] = field(default_factory=Counter)
-    stopping: set[int] = field(default_factory=set)
+    _pushes: deque[Run] = field(default_factory=deque)
+    _begun: int = 0
+    _buffer: Buffer | None = None
+    _pipe: ReceivePipe | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it is under way."""
+        return not self._begun
+
+    def connect(self, lane: Lane) -> None:
+        """Receive over this lane from now on."""
+        self.lane = lane
+        self._pipe = ReceivePipe(lane, lambda run, error: self.post(partial(self._done, run, error)), self.landed)
+        self.pump()
 
     def push(self, message: Push) -> None:
-        """The peer has something ready."""
-        if message.begin == message.end == 0:
-            self._land_nothing(message)
+        """The peer has something ready. Raises ProtocolError where it was not to come."""
+        wanted = self.expected.get(message.number)
+        if wanted is None:  # stopped meanwhile: it still comes, and is dropped
+            run = Run(message.number, message.item, None, (), (message.nbytes,), wanted=False)
+        else:
+            run = wanted.run(message)
+            if not wanted.to_come:
+                del self.expected[message.number]
+        if not run.nbytes:
+            if run.wanted:
+                self.landed(run.number, *range(run.item, run.item + len(run.sizes)))
             return
-        if not 0 < message.end - message.begin <= self.ring.slot_bytes:
-            raise ProtocolError(f"a push of bytes {message.begin} to {message.end}: a slot has {self.ring.slot_bytes}")
-        self.pushes.append(message)
+        if len(self._pushes) >= MAX_AHEAD:
+            raise ProtocolError(f"more than {MAX_AHEAD} runs at once that wait to be begun")
+        self._pushes.append(run)
         self.pump()
 
     def pump(self) -> None:
-        """Give pushes their slots."""
-        while self.pushes and self.lane is not None and not self.ended:
-            slot = self.slots.take(self)
-            if slot is None:
+        """Begin what there is a buffer for."""
+        while self._pushes and self._pipe is not None and self.lane is not None and not self.ended:
+            if self._buffer is None:
+                try:
+                    self._buffer = self.buffers.take(self)
+                except TransferError as error:
+                    self.failed(error)
+                if self._buffer is None:
+                    return
+            elif self._begun and (self.buffers.are_waited_for or self._is_full):
                 return
-            push = self.pushes.popleft()
-            future = self.lane.exchange(receives=[(slot, push.end - push.begin)], timeout_s=EXCHANGE_S)
+            self._begun += 1
+            self.lane.call(partial(self._pipe.start, self._pushes.popleft(), self._buffer))
             self.tell(Go())
-            future.add_done_callback(
-                lambda done, push=push, slot=slot: self.post(partial(self._received, push, slot, done))  # type: ignore[misc]
-            )
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether there are more runs than a peer begins that sends what it has pushed."""
+        return self._buffer is not None and self._begun >= MAX_AHEAD + len(self._buffer.slots)
 
     def stop(self, number: int) -> None:
         """Write no more of a transfer, then say so."""
         self.expected.pop(number, None)
-        self.stopping.add(number)
-        self._look(number)
+        for run in self._pushes:
+            run.wanted = run.wanted and run.number != number
+        if self.lane is None or self._pipe is None:
+            self.stopped(number)
+        else:
+            self.lane.call(partial(self._pipe.stop, number, partial(self.post, partial(self.stopped, number))))
 
     def end(self, why: str) -> None:
-        """The session has ended: take no more."""
+        """The session has ended: begin nothing more. What runs is waited for; stops are still answered."""
         self.ended = True
-        self.pushes.clear()
+        self._pushes.clear()
         self.expected.clear()
+        self.buffers.forget(self)
+        self._settle()
         if self.lane is not None:
             self.lane.abort(why)
 
-    def _received(self, push: Push, slot: int, done: Future[None]) -> None:
-        error = done.exception()
-        if error is not None:
-            if not isinstance(error, NcclStuckError):
-                self.slots.give_back(slot)  # else the GPU may still use it: it is lost
-            if isinstance(error, Exception) and not self.ended:
-                self.failed(error)
-            return
-        wanted = self.expected.get(push.number)
-        if wanted is None or self.ended:  # stopped meanwhile
-            self.slots.give_back(slot)
-            return
-        items = range(push.item, push.item + push.items)
-        size = sum(map(wanted.size, items))
-        begin = sum(wanted.written[item] for item in items)
-        whole = push.begin == 0 and push.end == size
-        if (
-            push.begin != begin
-            or push.end > size
-            or not (whole or push.items == 1)
-            or not wanted.left.issuperset(items)
-        ):
-            self.slots.give_back(slot)
-            self.failed(ProtocolError(f"bytes {push.begin} to {push.end} of items {items}, which have {size}"))
-            return
-        for item in items:
-            wanted.written[item] = push.end if push.items == 1 else wanted.size(item)
-        part = Part(wanted.memory, push.item, tuple(map(wanted.pieces, items)), push.begin, push.end)
-        self.writing[push.number] += 1
-        self.ring.scatter(part, slot, lambda problem: self.post(partial(self._scattered, push, slot, size, problem)))
-
-    def _scattered(self, push: Push, slot: int, size: int, error: Exception | None) -> None:
-        self.writing[push.number] -= 1
-        self._look(push.number)
-        self.slots.give_back(slot)
-        if error is not None:
+    def _done(self, _run: Run, error: Exception | None) -> None:
+        self._begun -= 1
+        if isinstance(error, NcclStuckError) and self._buffer is not None:
+            self.buffers.lose()
+            self._buffer = None
+        if error is not None and not self.ended:
             self.failed(error)
-        elif push.end == size:
-            self._land(push.number, *range(push.item, push.item + push.items))
+        self._settle()
+        self.pump()
 
-    def _land_nothing(self, push: Push) -> None:
-        """An item of no bytes, which needs no slot."""
-        wanted = self.expected.get(push.number)
-        if wanted is not None and wanted.size(push.item):
-            raise ProtocolError(f"no bytes of item {push.item}, which has {wanted.size(push.item)}")
-        self._land(push.number, push.item)
-
-    def _land(self, number: int, *items: int) -> None:
-        wanted = self.expected.get(number)
-        if wanted is None or not wanted.left.issuperset(items):
-            return
-        wanted.left.difference_update(items)
-        if not wanted.left:
-            del self.expected[number]
-        self.landed(number, *items)
-
-    def _look(self, number: int) -> None:
-        if not self.writing[number]:
-            del self.writing[number]
-            if number in self.stopping:
-                self.stopping.discard(number)
-                self.stopped(number)
+    def _settle(self) -> None:
+        """Give the buffer back where nothing needs it."""
+        if self._buffer is not None and not self._begun:
+            buffer, self._buffer = self._buffer, None
+            self.buffers.give_back(buffer)

@@ -4,47 +4,45 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvferry.errors import NcclStuckError
+from kvferry.errors import NcclStuckError, TransferError
+from kvferry.p2p.carriers.pushes.buffers import Buffer, Buffers
 from kvferry.p2p.carriers.pushes.lane import Lane
-from kvferry.p2p.carriers.pushes.ring import Part, Ring
-from kvferry.p2p.carriers.pushes.slots import Slots
+from kvferry.p2p.carriers.pushes.pipes import SendPipe
+from kvferry.p2p.carriers.pushes.run import Run
 from kvferry.p2p.geometry import Piece
-from kvferry.p2p.memory import BlockMemory, Memory
-from kvferry.p2p.signal.messages import Message, Push
+from kvferry.p2p.memory import Memory
+from kvferry.p2p.signal.messages import MAX_RUN_ITEMS, Message, Push
 
-EXCHANGE_S = 30.0
-MAX_TOGETHER = 256  # items of one part
+MAX_AHEAD = 2  # runs that are agreed on: the next begins where one ends
+_SLOTS_A_RUN = 16
+_MAX_PIECES = 32_768  # of a run of several items: what the copy reads of them has its limits
 
 Post = Callable[[Callable[[], None]], None]
 
 
 class Item(NamedTuple):
-    """What is left, from byte `begin` on, of a transfer's item of `nbytes` bytes."""
+    """A transfer's item of `nbytes` bytes."""
 
     number: int
     item: int
     memory: Memory
     pieces: tuple[Piece, ...]
     nbytes: int
-    begin: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Outlet:
-    """For the loop's thread. Queued items are gathered into slots, pushed, and sent in the order of the pushes.
+    """For the loop's thread. Queued items are pushed in runs, as far as a buffer allows, and begun when the peer says.
 
-    An item goes in parts of a slot each, and several items of a transfer that follow each other and fit go as one: what
-    a part costs beside its bytes would else be most of it. Once a part has been gathered nothing reads the blocks any
-    more: it may be sent though its transfer has ended.
+    Items of a transfer that follow each other go as one run: what agreeing costs would else be most of it. What has
+    been pushed is read to its end, whatever becomes of its transfer.
     """
 
-    ring: Ring
-    slots: Slots
+    buffers: Buffers
     tell: Callable[[Message], None]
     post: Post
     released: Callable[[int], None]
@@ -53,91 +51,104 @@ class Outlet:
     ended: bool = False
     queue: deque[Item] = field(default_factory=deque)
     reading: Counter[int] = field(default_factory=Counter)
-    stopping: set[int] = field(default_factory=set)
-    pushed: deque[tuple[int, int]] = field(default_factory=deque)  # slots, and how much is in them
+    _stopping: set[int] = field(default_factory=set)
+    _pushed: deque[Run] = field(default_factory=deque)
+    _begun: int = 0
+    _buffer: Buffer | None = None
+    _pipe: SendPipe | None = None
+
+    def connect(self, lane: Lane) -> None:
+        """Send over this lane from now on."""
+        self.lane = lane
+        self._pipe = SendPipe(lane, lambda run, error: self.post(partial(self._done, run, error)))
+        self.pump()
 
     def pump(self) -> None:
-        """Gather as much as there are slots for."""
-        while self.queue and self.lane is not None and not self.ended:
-            slot = self.slots.take(self)
-            if slot is None:
+        """Push as much as may be agreed on at once."""
+        while self.queue and self._pipe is not None and not self.ended:
+            agreed = len(self._pushed) + self._begun
+            if self._buffer is None:
+                try:
+                    self._buffer = self.buffers.take(self)
+                except TransferError as error:
+                    self.failed(error)
+                if self._buffer is None:
+                    return
+            elif agreed >= MAX_AHEAD or (agreed and self.buffers.are_waited_for):
                 return
-            number, part = self._next_part()
-            self.reading[number] += 1
-            self.ring.gather(
-                part,
-                slot,
-                lambda error, number=number, part=part, slot=slot: self.post(  # type: ignore[misc]
-                    partial(self._gathered, number, part, slot, error)
-                ),
-            )
+            run = self._next_run(_SLOTS_A_RUN * self._buffer.slot_bytes)
+            self.reading[run.number] += 1
+            self._pushed.append(run)
+            self.tell(Push(number=run.number, item=run.item, items=len(run.sizes), nbytes=run.nbytes))
 
-    def _next_part(self) -> tuple[int, Part]:
-        """What goes into the next slot, and of which transfer it is."""
-        room = self.ring.slot_bytes
+    def _next_run(self, max_bytes: int) -> Run:
         first = self.queue.popleft()
-        number, item, memory, pieces, nbytes, begin = first
-        if begin or nbytes > room:
-            end = min(begin + room, nbytes)
-            if end < nbytes:
-                self.queue.appendleft(first._replace(begin=end))
-            return number, Part(memory, item, (pieces,), begin, end)
-        together = [pieces]
-        while self.queue and isinstance(memory, BlockMemory) and len(together) < MAX_TOGETHER:
+        items, pieces = [first], len(first.pieces)
+        nbytes = first.nbytes
+        while self.queue and len(items) < MAX_RUN_ITEMS:
             other = self.queue[0]
-            follows = other.number == number and other.item == item + len(together) and not other.begin
-            if not follows or nbytes + other.nbytes > room:
-                break
-            together.append(self.queue.popleft().pieces)
             nbytes += other.nbytes
-        return number, Part(memory, item, tuple(together), 0, nbytes)
+            pieces += len(other.pieces)
+            follows = (other.number, other.item) == (first.number, first.item + len(items))
+            if not follows or nbytes > max_bytes or pieces > _MAX_PIECES:
+                break
+            items.append(self.queue.popleft())
+        every, sizes = tuple(item.pieces for item in items), tuple(item.nbytes for item in items)
+        return Run(first.number, first.item, first.memory, every, sizes)
 
     def stop(self, number: int) -> None:
         """Read a transfer's blocks no more, then say so."""
         self.queue = deque(item for item in self.queue if item.number != number)
-        self.stopping.add(number)
+        if not self.queue:
+            self.buffers.forget(self)
+        self._stopping.add(number)
         self._look(number)
 
     def go(self) -> bool:
-        """The peer has a slot for the first push; False where there is none."""
-        if not self.pushed or self.lane is None:
+        """The peer is ready for the first run that was pushed; False where there is none."""
+        if not self._pushed or self.lane is None:
             return False
-        slot, nbytes = self.pushed.popleft()
-        future = self.lane.exchange(sends=[(slot, nbytes)], timeout_s=EXCHANGE_S)
-        future.add_done_callback(lambda done: self.post(partial(self._sent, slot, done)))
+        assert self._pipe is not None
+        assert self._buffer is not None
+        self._begun += 1
+        self.lane.call(partial(self._pipe.start, self._pushed.popleft(), self._buffer))
         return True
 
     def end(self, why: str) -> None:
-        """The session has ended: send no more. Gathers that run are waited for; stops are still answered."""
+        """The session has ended: begin nothing more. What runs is waited for; stops are still answered."""
         self.ended = True
         self.queue.clear()
-        for slot, _ in self.pushed:
-            self.slots.give_back(slot)
-        self.pushed.clear()
+        self.buffers.forget(self)
+        while self._pushed:
+            self._read(self._pushed.popleft())
+        self._settle()
         if self.lane is not None:
             self.lane.abort(why)
 
-    def _gathered(self, number: int, part: Part, slot: int, error: Exception | None) -> None:
-        self.reading[number] -= 1
-        self._look(number)
-        if self.ended or error is not None:
-            self.slots.give_back(slot)
-            if error is not None:
-                self.failed(error)
-            return
-        self.pushed.append((slot, part.end - part.begin))
-        self.tell(Push(number=number, item=part.item, begin=part.begin, end=part.end, items=len(part.pieces)))
-
-    def _sent(self, slot: int, done: Future[None]) -> None:
-        error = done.exception()
-        if not isinstance(error, NcclStuckError):
-            self.slots.give_back(slot)  # else the GPU may still use it: it is lost
-        if isinstance(error, Exception) and not self.ended:
+    def _done(self, run: Run, error: Exception | None) -> None:
+        self._begun -= 1
+        if isinstance(error, NcclStuckError) and self._buffer is not None:
+            self.buffers.lose()
+            self._buffer = None
+        self._read(run)
+        if error is not None and not self.ended:
             self.failed(error)
+        self._settle()
+        self.pump()
+
+    def _settle(self) -> None:
+        """Give the buffer back where nothing needs it."""
+        if self._buffer is not None and not self._begun and not self._pushed:
+            buffer, self._buffer = self._buffer, None
+            self.buffers.give_back(buffer)
+
+    def _read(self, run: Run) -> None:
+        self.reading[run.number] -= 1
+        self._look(run.number)
 
     def _look(self, number: int) -> None:
         if not self.reading[number]:
             del self.reading[number]
-            if number in self.stopping:
-                self.stopping.discard(number)
+            if number in self._stopping:
+                self._stopping.discard(number)
                 self.released(number)

@@ -1,4 +1,4 @@
-"""The slots through which all goes, and the thread that fills and empties them."""
+"""A thread that fills and empties slots."""
 
 from __future__ import annotations
 
@@ -8,59 +8,39 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
-from kvferry.p2p.geometry import Piece
-from kvferry.p2p.memory import Memory
+from kvferry.p2p.carriers.pushes.buffers import OnDone
+from kvferry.p2p.carriers.pushes.run import Part
 
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
 _END_S = 20.0
 
 Call = Callable[[], None]
-OnDone = Callable[[Exception | None], None]
 Wait = Callable[[], object]
-
-
-class Part(NamedTuple):
-    """Bytes `begin` to `end` of one item, or of several from `item` on, one after the other.
-
-    `pieces` has those of each. Of a layer's blocks, all of the first piece come first.
-    """
-
-    memory: Memory
-    item: int
-    pieces: tuple[tuple[Piece, ...], ...]
-    begin: int
-    end: int
 
 
 class Ring(ABC):
     """Slots of `slot_bytes` bytes at `addresses`, allocated once. Runs `kvferry-p2p-ring`.
 
-    That thread alone copies, one part after the other, or as many at once as `depth` says. It calls `on_done`, in their
-    order, when the bytes are there.
+    That thread alone copies, one part after the other, or as many at once as `depth` says, and calls `on_done`.
     """
 
     depth = 1
 
-    def __init__(self, addresses: Sequence[int], slot_bytes: int) -> None:
-        self.addresses = tuple(addresses)
+    def __init__(self, addresses: tuple[int, ...], slot_bytes: int) -> None:
+        self.addresses = addresses
         self.slot_bytes = slot_bytes
         self._running: deque[tuple[Wait, OnDone]] = deque()
         self._jobs: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvferry-p2p-ring", daemon=True)
         self._thread.start()
 
-    def gather(self, part: Part, slot: int, on_done: OnDone) -> None:
-        """Copy from where the part lies into the slot at that address."""
-        self._jobs.put(lambda: self._begin(part, slot, on_done, to_flat=True))
-
-    def scatter(self, part: Part, slot: int, on_done: OnDone) -> None:
-        """Copy from the slot at that address to where the part is to lie."""
-        self._jobs.put(lambda: self._begin(part, slot, on_done, to_flat=False))
+    def copy(self, part: Part, slot: int, on_done: OnDone, *, to_flat: bool) -> None:
+        """Queue it. For any thread."""
+        self._jobs.put(lambda: self._begin(part, slot, on_done, to_flat=to_flat))
 
     def close(self) -> None:
         """End the thread after what was queued, and free all. Nobody else may use the slots any more. Idempotent."""

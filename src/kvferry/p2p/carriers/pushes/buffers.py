@@ -1,0 +1,86 @@
+"""Buffers of a few slots, lent in turns to whoever waits for one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from kvferry.errors import TransferError
+from kvferry.p2p.carriers.pushes.run import Part
+
+OnDone = Callable[[Exception | None], None]
+
+
+class Copies(Protocol):
+    """Fills and empties slots. Called in the thread of the lane that uses them."""
+
+    def copy(self, part: Part, slot: int, on_done: OnDone, *, to_flat: bool) -> None:
+        """Start to copy a part into the slot at that address, or (not `to_flat`) from there to where it is to lie.
+
+        `on_done` is called, in the order of the calls and in any thread, once all of it is there, or has failed.
+        """
+
+
+class Buffer(NamedTuple):
+    """Slots at these addresses, of `slot_bytes` bytes each."""
+
+    slots: tuple[int, ...]
+    slot_bytes: int
+    copies: Copies
+
+
+class Waiter(Protocol):
+    """Who may get a buffer."""
+
+    def pump(self) -> None:
+        """There may be one again."""
+
+
+class Buffers:
+    """For the loop's thread. Each waiter has at most one, and gets it when those have who waited before.
+
+    Where one is free nobody waits.
+    """
+
+    def __init__(self, buffers: Iterable[Buffer]) -> None:
+        self._free = deque(buffers)
+        self._lent = 0
+        self._waiting: deque[Waiter] = deque()
+
+    @property
+    def are_waited_for(self) -> bool:
+        """Whether who has one should give it back soon."""
+        return bool(self._waiting)
+
+    def take(self, waiter: Waiter) -> Buffer | None:
+        """A buffer, or None: `pump` is called when there may be one. Raises TransferError where all have been lost."""
+        if not (self._free or self._lent):
+            raise TransferError("failed", "the GPU has never ended with what was in the buffers: restart this engine")
+        if waiter not in self._waiting:
+            self._waiting.append(waiter)
+        if not self._free or self._waiting[0] is not waiter:
+            return None
+        self._waiting.popleft()
+        self._lent += 1
+        return self._free.popleft()
+
+    def forget(self, waiter: Waiter) -> None:
+        """It wants none any more."""
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+
+    def give_back(self, buffer: Buffer) -> None:
+        """Nothing uses it any more."""
+        self._lent -= 1
+        self._free.append(buffer)
+        self._pump()
+
+    def lose(self) -> None:
+        """One that was lent will never be given back: the GPU may still use it."""
+        self._lent -= 1
+        self._pump()
+
+    def _pump(self) -> None:
+        for waiter in list(self._waiting):
+            waiter.pump()

@@ -1,0 +1,55 @@
+"""Copies between a GPU's memory and slots that it reads and writes, in a stream of their own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from kvferry.copy.kernel import CopyKernel
+from kvferry.copy.steps import Step
+from kvferry.cuda.device import bound
+from kvferry.cuda.stream import Stream
+from kvferry.p2p.carriers.pushes.run import Part
+from kvferry.p2p.memory import BlockMemory
+
+_MAX_CTAS = 16  # of gather and scatter: with more of them NCCL's own blocks find no place beside them
+# Enough for every run: to allocate another waits for what runs on the GPU, which may itself wait for a peer.
+_TABLE_BYTES = 4 << 20
+
+
+class GpuCopies:
+    """Blocks are copied by a kernel, flat memory, of whatever kind, by the driver. For one thread at a time.
+
+    `offset` is how far from its address the GPU sees a slot.
+    """
+
+    def __init__(self, device: int, *, offset: int = 0) -> None:
+        """Raises CudaError."""
+        self.device = device
+        self._offset = offset
+        self._loaded: object = None
+        with ExitStack() as undo:
+            self._kernel = CopyKernel(device, max_ctas=_MAX_CTAS, table_bytes=_TABLE_BYTES)
+            undo.callback(self._kernel.close)
+            self.stream = undo.enter_context(Stream(device))
+            self._undo = undo.pop_all()
+
+    def start(self, part: Part, slot: int, *, to_flat: bool) -> None:
+        """Put the copy of a part into the stream. Raises CudaError."""
+        stream = self.stream.handle
+        with bound(self.device) as drv:
+            if isinstance(part.run.memory, BlockMemory):
+                if self._loaded is not part.run.plan:
+                    self._loaded = None
+                    self._kernel.load(drv, part.run.plan, stream=stream)
+                    self._loaded = part.run.plan
+                step = Step(part.begin, part.end, [])
+                self._kernel.launch(step, staging=slot + self._offset, stream=stream, to_flat=to_flat)
+                return
+            for address, distance, nbytes in part.ranges():
+                target, source = (slot + distance, address) if to_flat else (address, slot + distance)
+                drv.memcpy_async(target, source, nbytes, stream)
+
+    def close(self) -> None:
+        """Give everything back, once all copies are done. Idempotent."""
+        self._loaded = None
+        self._undo.close()
