@@ -46,7 +46,9 @@ def test_bench_store() -> None:
 def test_bench_p2p(carrier: str) -> None:
     results = run_bench("p2p", "--carrier", carrier, "--size", "2MiB", "--block", "64KiB", "--repeats", "1")
     name = f"p2p_{carrier}"
-    assert set(results) == {name, f"{name}_latency", f"{name}_last_layer", f"{name}_2_mib_64_kib_neighbours"}
+    rates = {f"{name}_{at_once}2_mib_64_kib_{ids}" for at_once in ("", "8_x_") for ids in ("shuffled", "neighbours")}
+    headline = f"{name}_8_x_2_mib_64_kib_shuffled"
+    assert set(results) == {name, f"{name}_latency", f"{name}_last_layer", *rates} - {headline}
     assert next(iter(results)) == name
     assert results[name]["unit"] == "GB/s"
 

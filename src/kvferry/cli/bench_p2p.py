@@ -1,8 +1,8 @@
 """`kvferry bench p2p`: paged KV from engine to engine, until it is in place, beside the raw carrier.
 
 The receiving engine is in this process, the sending one in another; with two GPUs each has its own. A transfer is timed
-from the receiver's call to the end of its wait, so that asking, granting and telling of each layer count. Every byte is
-checked once for each block size.
+from the receiver's call to the end of its wait, so that asking, granting and telling of each layer count; the rate of
+several is that from the first call to the end of the last wait. Every byte is checked once for each block size.
 """
 
 from __future__ import annotations
@@ -55,14 +55,15 @@ _LIMITS = MappingProxyType(
     }
 )
 _WARM = 2
+_AT_ONCE = 8  # an engine that serves has several transfers under way
 
 
 @dataclasses.dataclass(frozen=True)
 class P2pBenchConfig:
     """Transfers of `sizes_bytes`, ascending, in blocks that lie in runs of `piece_bytes`.
 
-    The largest size in runs of 64 KiB, or else in the last of `piece_bytes`, shuffled, is reported as the carrier's
-    own figure.
+    Several of the largest size at once in runs of 64 KiB, or else in the last of `piece_bytes`, shuffled, are reported
+    as the carrier's own figure.
     """
 
     device: str
@@ -108,13 +109,14 @@ def run_bench_p2p(config: P2pBenchConfig) -> list[Result]:
 def _bench_all(config: P2pBenchConfig, pair: _Pair) -> Iterator[Result]:
     limits = {size: min(pair.raw_s(size) for _ in range(2)) for size in config.sizes_bytes}
     for piece, ordered in itertools.product(config.piece_bytes, (False, True)):
-        pair.register(piece, config.sizes_bytes[-1])
-        for size in config.sizes_bytes:
-            taken_s, nbytes = pair.transfer_s(size, ordered=ordered)
-            main = piece == config.main_piece and size == config.sizes_bytes[-1] and not ordered
-            parts = [format_bytes(size), format_bytes(piece), "neighbours" if ordered else "shuffled"]
+        pair.register(piece, _AT_ONCE * config.sizes_bytes[-1])
+        for size, at_once in itertools.product(config.sizes_bytes, (1, _AT_ONCE)):
+            taken_s, nbytes = pair.transfer_s(size, ordered=ordered, at_once=at_once)
+            main = (piece, size, at_once, ordered) == (config.main_piece, config.sizes_bytes[-1], _AT_ONCE, False)
+            sizes = format_bytes(size) if at_once == 1 else f"{at_once} x {format_bytes(size)}"
+            parts = [sizes, format_bytes(piece), "neighbours" if ordered else "shuffled"]
             suffix = "" if main else "_" + "_".join(parts).replace(" ", "_").lower()
-            about = f"{parts[0]} in runs of {parts[1]}, {parts[2]} block ids; {pair.where}; limit: "
+            about = f"{sizes} at once, in runs of {parts[1]}, {parts[2]} block ids; {pair.where}; limit: "
             about += _LIMITS[config.carrier]
             yield rate_result(f"p2p_{config.carrier}{suffix}", nbytes, taken_s, limits[size] * nbytes / size, about)
         if piece == config.main_piece and not ordered:
@@ -150,19 +152,26 @@ class _Pair(contextlib.ExitStack):
         self._caches = shape.make(self._device)
         self._engine.register_kv_caches(self._caches, format=FORMAT)
 
-    def transfer_s(self, size: int, *, ordered: bool) -> tuple[float, int]:
-        """The median time of transfers of about that size, and their bytes. The last is checked."""
+    def transfer_s(self, size: int, *, ordered: bool, at_once: int = 1) -> tuple[float, int]:
+        """The median time of some transfers of about that size, and their bytes in all. The last are checked."""
         blocks = size // self._shape.block_bytes
         times = []
         for _ in range(_WARM + self._config.repeats):
-            source, target = self._ids(blocks, ordered), self._ids(blocks, ordered)
-            name = next(self._names)
-            self._child.call(Keep(name=name, ids=source))
+            source, target = (self._ids(blocks * at_once, ordered) for _ in range(2))
+            names = [next(self._names) for _ in range(at_once)]
+            parts = [slice(place * blocks, (place + 1) * blocks) for place in range(at_once)]
+            for name, part in zip(names, parts, strict=True):
+                self._child.call(Keep(name=name, ids=source[part]))
             started = time.perf_counter()
-            self._engine.receive_blocks(name, target, self._address, timeout_s=WAIT_S).wait()
+            every = [
+                self._engine.receive_blocks(name, target[part], self._address, timeout_s=WAIT_S)
+                for name, part in zip(names, parts, strict=True)
+            ]
+            for each in every:
+                each.wait()
             times.append(time.perf_counter() - started)
         self._check(source, target)
-        return statistics.median(times[_WARM:]), blocks * self._shape.block_bytes
+        return statistics.median(times[_WARM:]), at_once * blocks * self._shape.block_bytes
 
     def latencies(self) -> Iterator[Result]:
         """One block of all layers; and the last layer of a transfer whose others have landed."""
