@@ -225,6 +225,47 @@ def test_what_is_not_wanted_is_not_kept(make: Callable[..., Side], asks: bool) -
     assert prefill.ends() == {1: FAILED}
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_what_is_not_wanted_is_kept_by_no_rank(make: Callable[..., Side], asks: bool) -> None:
+    """Of a prefill engine of two ranks, before and after each has sent; decided by one rank."""
+    send_type = "GET" if asks else "PUT_ASYNC"
+    decode = make(2, send_type=send_type, lease_s=LONG_S)
+    prefills = [make(1, rank=Rank(number, 2), send_type=send_type, lease_s=LONG_S) for number in range(2)]
+    prefills[0].send(send(prefills[0], decode.address))
+    if not asks:
+        decode.until(lambda: decode.engine.stats()["unclaimed"] == 1)
+    addresses = tuple(side.address for side in prefills)
+    if asks:
+        prefills[1].send(send(prefills[1], decode.address))
+    decode.worker.start(PeerPlan(dropped=(Handover("t", False, addresses, ask=asks),)))
+    if not asks:
+        prefills[1].send(send(prefills[1], decode.address))
+        assert prefills[1].ends() == {1: FAILED}
+        return  # what had landed in the buffer before has ended well
+    assert [side.ends() for side in prefills] == [{1: FAILED}] * 2
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_prefill_engine_that_ends_before_it_sends_fails_the_wait_at_once(
+    make: Callable[..., Side], asked: bool
+) -> None:
+    prefill, decode = (make(fill, lease_s=LONG_S) for fill in (1, 2))
+    decode.worker.start(receive(prefill.address, ask=asked))
+    decode.until(lambda: prefill.engine.stats()["peers"])
+    prefill.worker.close()
+    assert decode.ends() == {7: FAILED}
+    assert decode.worker.take_failed_blocks() == {9, 8, 7}
+
+
+def test_a_prefill_engine_that_is_not_there_fails_the_wait(make: Callable[..., Side]) -> None:
+    """What comes under its id nevertheless is not kept."""
+    prefill, decode = (make(fill, lease_s=LONG_S) for fill in (1, 2))
+    decode.worker.start(receive("127.0.0.1:9"))
+    assert decode.ends() == {7: FAILED}
+    prefill.send(send(prefill, decode.address))
+    assert prefill.ends() == {1: FAILED}
+
+
 def test_a_cancelled_wait_ends_and_so_does_a_cancelled_send(make: Callable[..., Side]) -> None:
     prefill, decode = (make(fill, lease_s=LONG_S) for fill in (1, 2))
     decode.worker.start(receive(prefill.address))

@@ -89,8 +89,8 @@ class Core:
         except TransferError as error:
             out.done(error)
 
-    def claim(self, claim: Claim, address: str | None) -> None:
-        """Wait for what comes under an id; ask for it where there is an address."""
+    def claim(self, claim: Claim, address: str | None, *, ask: bool = True) -> None:
+        """Wait for what comes under an id; who is at the address, if there is one, is asked, or sends by itself."""
         try:
             self.incoming.claim(claim, self._now)
         except TransferError as error:
@@ -98,25 +98,26 @@ class Core:
             return
         if address is not None:
             try:
-                session = claim.asked = self.sessions.open(address)
+                session = claim.source = self.sessions.open(address)
             except TransferError as error:
                 self.incoming.unreachable(claim.key, error)
+                return
+            if not ask:
                 return
             wait_s = min(max(0.0, claim.ends_at - self._now), 86_400.0)
             self._tell_when_up(session, Ask(transfer_id=claim.key.transfer_id, part=claim.key.part, wait_s=wait_s))
 
-    def reject(self, transfer_id: str, part: int, address: str | None) -> None:
-        """Nobody will take what comes under an id; a sender at an address is told."""
-        error = TransferError("rejected", f"{transfer_id!r} is not wanted")
-        self.incoming.cancel(InKey(transfer_id, part), error, self._now)
-        if address is not None:
-            self._tell_when_up(self.sessions.open(address), Reject(transfer_id=transfer_id, part=part))
+    def reject(self, transfer_id: str, parts: int, addresses: Iterable[str]) -> None:
+        """Nobody will take what comes under an id in so many parts; who keeps it at the addresses is told."""
+        for part in range(parts):
+            error = TransferError("rejected", f"{transfer_id!r} is not wanted")
+            self.incoming.cancel(InKey(transfer_id, part), error, self._now)
+        self._tell_all(addresses, Reject(transfer_id=transfer_id, part=0))
 
     def withdraw(self, transfer_id: str, addresses: Iterable[str]) -> None:
         """Nothing will come under an id; who may wait for it at the addresses is told."""
         self.outgoing.withdraw(transfer_id, self._now)
-        for address in addresses:
-            self._tell_when_up(self.sessions.open(address), Withdraw(transfer_id=transfer_id, part=0))
+        self._tell_all(addresses, Withdraw(transfer_id=transfer_id, part=0))
 
     def give_back(self, place: Place, use: Use) -> None:
         """A place that was lent is free again once the GPU is done with it."""
@@ -269,6 +270,10 @@ class Core:
         if error is not None:
             _LOG.warning("transfer number %d was not sent: %s", number, error)
         done(error)
+
+    def _tell_all(self, addresses: Iterable[str], message: Reject | Withdraw) -> None:
+        for address in addresses:
+            self._tell_when_up(self.sessions.open(address), message)
 
     def _tell_when_up(self, session: Session, message: Ask | Reject | Withdraw) -> None:
         """The peer knows this rank by its place among those that ask for a share of what it has."""

@@ -167,14 +167,15 @@ class P2pNcclEngine:
         remote_address: Addresses = None,
         *,
         skip_blocks: int = 0,
-        senders: int = 1,
+        senders: int | Sequence[str] = 1,
         tag: bytes = b"",
         timeout_s: float | None = None,
     ) -> Receiving:
         """Let a transfer land in blocks of the registered caches, which nobody else may touch until it is done.
 
         Its first `skip_blocks` blocks are not wanted, and not moved; `block_ids` are for the others. With an address
-        (one a rank that has some of the heads) these are asked for it; without, it is waited for from `senders` ranks.
+        (one a rank that has some of the heads) these are asked for it; without, it is waited for from `senders` ranks,
+        and where these are addresses their death ends it.
         It ends within `timeout_s` (the lease's time). Where the sender has given another `tag` both sides have an error
         ("mismatch"). Raises BlockIdError, LayoutError, ValueError.
         """
@@ -183,8 +184,8 @@ class P2pNcclEngine:
         if skip_blocks < 0:
             raise ValueError(f"skip_blocks is {skip_blocks}; it is a number of blocks")
         memory = BlockMemory(caches, caches.check_ids(block_ids))
-        addresses = [resolved(address) for address in _listed(remote_address)]
-        parts: list[str | None] = [*addresses] or [None] * senders
+        asked = [resolved(address) for address in _listed(remote_address)]
+        parts: list[str | None] = [*asked] or _senders(senders)
         receiving = Receiving(transfer_id, len(parts), len(caches.layers))
         core, until, event = self._parts.core, self._posts.until(timeout_s), mark(caches.device)
         claims = [
@@ -194,13 +195,17 @@ class P2pNcclEngine:
         cancels = [partial(core.when_done, event, partial(core.cancel_claim, claim.key)) for claim in claims]
         receiving.on_cancel(partial(self._posts.quietly, *cancels))
         for claim, address in zip(claims, parts, strict=True):
-            self._posts.post(partial(core.when_done, event, partial(core.claim, claim, address)))
+            call = partial(core.claim, claim, address, ask=bool(asked))
+            self._posts.post(partial(core.when_done, event, call))
         return receiving
 
-    def reject(self, transfer_id: str, remote_address: str | None = None) -> None:
-        """What comes under this id will not be taken: a claim of it ends, and a sender need not keep it any longer."""
-        address = None if remote_address is None else resolved(remote_address)
-        self._posts.post(partial(self._parts.core.reject, transfer_id, 0, address))
+    def reject(self, transfer_id: str, remote_address: Addresses = None, *, senders: int = 1) -> None:
+        """What comes under this id will not be taken: a claim of it ends, and a sender need not keep it any longer.
+
+        Who keeps it is told at the addresses (one a rank); without any it is what `senders` ranks send by themselves.
+        """
+        addresses = [resolved(address) for address in _listed(remote_address)]
+        self._posts.post(partial(self._parts.core.reject, transfer_id, len(addresses) or senders, addresses))
 
     def withdraw(self, transfer_id: str, remote_address: Addresses = None) -> None:
         """Nothing will come under this id: what is being sent under it ends, and whoever waits for it is told so.
@@ -264,6 +269,11 @@ def _offer(transfer_id: str, **what: Any) -> Offer:
 
 def _listed(address: Addresses) -> list[str]:
     return [] if address is None else [address] if isinstance(address, str) else list(address)
+
+
+def _senders(senders: int | Sequence[str]) -> list[str | None]:
+    """The addresses of those that send by themselves; None for each that has none."""
+    return [None] * senders if isinstance(senders, int) else [resolved(address) for address in senders]
 
 
 def _check_id(transfer_id: str, tag: bytes = b"") -> None:

@@ -98,7 +98,7 @@ class IncomingTable:
 
     def no_such(self, session: Session, message: NoSuch) -> None:
         """A peer that was asked has nothing."""
-        asked = [claim for claim in self._claims.values() if claim.asked == session]
+        asked = [claim for claim in self._claims.values() if claim.source == session]
         for claim in [claim for claim in asked if claim.key.transfer_id == message.transfer_id]:
             if claim.key not in self._by_key:
                 self._fail(claim, TransferError(message.code, f"the sender says: {message.text}"))
@@ -117,7 +117,7 @@ class IncomingTable:
         """A session has ended, with all that was to come over it. What has landed stays."""
         for found in [found for found in self._by_number.values() if found.session == session]:
             self._give_up(found, copy_of(error), now)
-        for claim in [claim for claim in self._claims.values() if claim.asked == session]:
+        for claim in [claim for claim in self._claims.values() if claim.source == session]:
             if claim.key not in self._by_key:
                 self._fail(claim, copy_of(error))
 

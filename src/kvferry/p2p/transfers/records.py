@@ -38,7 +38,7 @@ class Claim:
     `problem` says why an offer is not what is waited for. `destination` is the claimant's own memory, for all but the
     first `skip_blocks` blocks; None where the receive buffer is to lend some. `progress` is told of items that have
     landed. `deliver` is called once, with a place where there is no destination, or an error; nothing touches the
-    destination any more then.
+    destination any more then. `source` is the session to who is asked, or will send by itself: its end ends the claim.
     """
 
     key: InKey
@@ -48,7 +48,7 @@ class Claim:
     destination: object | None = None
     skip_blocks: int = 0
     progress: Callable[[Iterable[int]], None] = lambda _items: None
-    asked: Session = None
+    source: Session = None
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from kvferry.connectors.vllm.counters import P2P_COUNTERS, Counters
 from kvferry.connectors.vllm.outcomes import Outcomes
 from kvferry.connectors.vllm.p2p.handover import Handover
 from kvferry.connectors.vllm.p2p.plans import PeerPlan, ReceivePlan, SendPlan
-from kvferry.connectors.vllm.p2p.ranks import Rank
+from kvferry.connectors.vllm.p2p.ranks import Addresses, Rank
 from kvferry.errors import DeadlineError, KVFerryError, PeerGoneError, TransferError
 from kvferry.p2p import P2pNcclEngine, Receiving, Sending
 
@@ -138,13 +138,13 @@ class PeerWorker(Outcomes):
         try:
             if handover is None:
                 raise TransferError("mismatch", "vLLM loads other tokens than were offered")
-            sources = self._rules.rank.sources(handover.addresses) if handover.addresses else ()
+            sources = self._sources(handover)
             receiving = self._running().receive_blocks(
                 handover.transfer_id,
                 plan.block_ids,
                 sources if handover.ask else None,
                 skip_blocks=plan.skip_blocks,
-                senders=len(sources) or 1,
+                senders=sources or 1,
                 tag=plan.tag,
                 timeout_s=lease_s,
             )
@@ -191,8 +191,12 @@ class PeerWorker(Outcomes):
             pushes = bool(addresses) and self._rules.send_type != "GET"
             engine.withdraw(handover.transfer_id, rank.targets(addresses) if pushes else None)
             return
-        for source in rank.sources(addresses) if handover.ask else (None,):
-            engine.reject(handover.transfer_id, source)
+        sources = self._sources(handover)
+        engine.reject(handover.transfer_id, sources if handover.ask else None, senders=len(sources) or 1)
+
+    def _sources(self, handover: Handover) -> Addresses:
+        """The ranks that this one gets KV from; none where they are not known."""
+        return self._rules.rank.sources(handover.addresses) if handover.addresses else ()
 
     def _look(self) -> bool:
         """Whether a transfer has ended, or was given up."""
@@ -253,6 +257,9 @@ class PeerWorker(Outcomes):
         self._report.add(plan.job_id, failed=True)
         self.counters.add("p2p_receives_failed")
         self._tell("KV has not come, so its tokens are computed", error)
+        if plan.handover is not None:
+            with contextlib.suppress(KVFerryError):  # who may still send it need not keep it
+                self._drop(plan.handover)
 
     def _fail_send(self, plan: SendPlan, error: Exception) -> None:
         self._report.add(plan.job_id, failed=True)
