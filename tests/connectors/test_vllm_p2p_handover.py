@@ -31,6 +31,13 @@ def test_a_request_of_its_own() -> None:
     assert handover_of({"other": "connector", "do_remote_prefill": False}, "cmpl-x-0-0123abcd", BOTH) is None
 
 
+@pytest.mark.parametrize("params", ["do_remote_decode", "", 1, 0, 1.5, ["do_remote_prefill"]])
+def test_what_is_no_map_at_all(params: object) -> None:
+    """vLLM 0.26 hands on what a client puts into `vllm_xargs`; an error of another kind would end the engine."""
+    with pytest.raises(HandoverError, match="they are a map"):
+        handover_of(params, LEGACY, BOTH)
+
+
 def test_the_new_form() -> None:
     found = handover_of(send(remote_addresses=["h:1"]), "r", PREFILL)
     assert found == Handover("abc", True, ("h:1",))

@@ -178,13 +178,16 @@ def test_aborted_while_it_waits() -> None:
     assert not scene.pool.held()
 
 
-@pytest.mark.parametrize(("num_tokens", "blocks"), [(58, 8), (59, 7), (43, 8)])
+@pytest.mark.parametrize(("num_tokens", "blocks"), [(58, 8), (59, 7), (43, 8), (60, 8), (67, 9)])
 def test_where_vllm_loads_something_else_the_load_fails(num_tokens: int, blocks: int) -> None:
+    """And with it all blocks that vLLM takes for filled then."""
     scene, request = Scene(), receiver(60)
     scene.side.matched(request, 0)
     scene.side.allocated(request, list(range(1, blocks + 1)), num_tokens)
     (receive,) = scene.step().receives
     assert (receive.handover is None) is (num_tokens != 43)
+    skip = 2 if num_tokens == 43 else 0
+    assert receive.block_ids == tuple(range(skip + 1, min(blocks, 8) + 1))
 
 
 def test_a_request_that_may_not_read_caches_is_computed() -> None:

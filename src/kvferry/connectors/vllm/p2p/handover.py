@@ -60,13 +60,14 @@ class _Params(msgspec.Struct):
     ask: bool = False
 
 
-def handover_of(
-    params: Mapping[str, Any] | None, request_id: str, part: Part, own_address: str = ""
-) -> Handover | None:
+def handover_of(params: object, request_id: str, part: Part, own_address: str = "") -> Handover | None:
     """What a request wants handed over; None for a request of its own. `own_address` is rank 0's of this engine.
 
-    Raises HandoverError.
+    `params` are its kv_transfer_params, if it has any: vLLM takes them out of `vllm_xargs`, too, whatever they are
+    there. Raises HandoverError.
     """
+    if not isinstance(params, Mapping | None):
+        raise HandoverError(f"kv_transfer_params are of the type {type(params).__name__}; they are a map")
     if params and (params.get("do_remote_decode") or params.get("do_remote_prefill")):
         found = _from_params(params, part)
     elif len(request_id) <= _MAX_REQUEST_ID_CHARS and (match := _LEGACY.search(request_id)) is not None:

@@ -94,8 +94,8 @@ class PeerScheduler:
             state.phase = Phase.OVER
             return
         total = num_blocks(state.num_tokens, self._block_size)
-        skip, rest = divmod(state.num_tokens - num_tokens, self._block_size)
-        fits = rest == 0 and skip >= 0 and len(block_ids) >= total
+        skip, rest = divmod(max(0, state.num_tokens - num_tokens), self._block_size)
+        fits = rest == 0 and num_tokens <= state.num_tokens and len(block_ids) >= total
         targets = tuple(block_ids[skip:total])
         state.phase, state.job_id = Phase.UNDER_WAY, self.jobs.begin_load(request.request_id, targets, 0)
         wanted = state.handover if fits else None
