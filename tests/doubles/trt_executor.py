@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -102,12 +103,12 @@ class FakeTrtExecutor:
         self.finish(*found)
         return found
 
-    def finish(self, *requests: Request, steps: int = 2000) -> None:
-        for _ in range(steps):
-            if all(request.state in (State.ENDED, State.FAILED) for request in requests):
-                return
+    def finish(self, *requests: Request, timeout_s: float = 40.0) -> None:
+        until = time.monotonic() + timeout_s
+        while not all(request.state in (State.ENDED, State.FAILED) for request in requests):
+            if time.monotonic() > until:
+                raise RuleBroken(f"no end after {timeout_s} s: {[request.state for request in requests]}")
             self.step()
-        raise RuleBroken(f"no end after {steps} steps: {[request.state for request in requests]}")
 
     def cancel(self, request: Request, *, silently: bool = False) -> None:
         """The client is gone. The blocks are free at once, also those of a load that is going on.

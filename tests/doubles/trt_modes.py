@@ -40,7 +40,7 @@ def check_mode(start: Start, setup: Setup, url: str, *, make_pool: MakePool = ne
         engine = start(setup, make_pool=make_pool)
         requests = engine.run(*PROMPTS)
         outcomes.append(requests)
-        told = _told(outcomes, engine, url)
+        told = told_of(outcomes, engine, url)
         assert all(request.state is State.ENDED for request in requests), told
         engine.close()
         _check_stored(setup, url, told)
@@ -58,7 +58,7 @@ def _check_stored(setup: Setup, url: str, told: str) -> None:
         assert client.stats()["chunks"] == len(chunks) * setup.num_ranks, told
 
 
-def _told(outcomes: Sequence[Sequence[Request]], engine: FakeTrtExecutor, url: str) -> str:
+def told_of(outcomes: Sequence[Sequence[Request]], engine: FakeTrtExecutor, url: str) -> str:
     """All that helps to see from afar what went wrong."""
     names = ("request_id", "prompt_len", "state", "asked_at", "offered", "local", "promised", "matched")
     lines = [

@@ -16,7 +16,7 @@ from doubles.trt_blocks import PoolShape
 from doubles.trt_fixtures import Start, starting, wait_for_memory, write_model
 from doubles.trt_interface import NEW, OLD, Stub, installed
 from doubles.trt_memory import cuda_pool
-from doubles.trt_modes import MODES, check_mode
+from doubles.trt_modes import MODES, check_mode, told_of
 from doubles.trt_requests import Setup, State
 from kvferry.cuda.stream import synchronize_device
 from kvferry.ipc import IPCPolicy, RawCudaIPCWrapper
@@ -80,9 +80,11 @@ def test_what_an_engine_computed_its_successor_loads(start: Start, stage: Stage)
     (request,) = first.run(PROMPT)
     first.close()
     assert stage.server.call("mappings")["mapped"] == 0
-    (again,) = start(SETUP, make_pool=cuda_pool).run(PROMPT)
-    assert (request.matched, again.matched) == (0, 192)
-    assert again.tokens == request.tokens
+    second = start(SETUP, make_pool=cuda_pool)
+    (again,) = second.run(PROMPT)
+    told = told_of([[request], [again]], second, stage.url)
+    assert (request.matched, again.matched) == (0, 192), told
+    assert again.tokens == request.tokens, told
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -91,7 +93,7 @@ def test_no_mode_meets_wrong_kv(start: Start, stage: Stage, name: str) -> None:
     check_mode(start, MODES[name], stage.url, make_pool=cuda_pool)
 
 
-def test_stores_read_after_the_forwards_own_stream(start: Start) -> None:
+def test_stores_read_after_the_forwards_own_stream(start: Start, stage: Stage) -> None:
     """`wait_for_save` is given another stream, on which nothing waits for the forward yet."""
     slow = dataclasses.replace(SETUP, slow_cycles=SLOW, max_tokens=64)
     engine = start(slow, make_pool=cuda_pool)
@@ -101,11 +103,13 @@ def test_stores_read_after_the_forwards_own_stream(start: Start) -> None:
         store.job.wait(20)
     engine.close()
     assert going_on.state is State.CONTEXT
-    (request,) = start(SETUP, make_pool=cuda_pool).run(PROMPT)
-    assert request.matched == 64
+    second = start(SETUP, make_pool=cuda_pool)
+    (request,) = second.run(PROMPT)
+    assert request.matched == 64, told_of([[going_on], [request]], second, stage.url)
 
 
-def test_host_and_device_pools_share_kv(start: Start) -> None:
-    start(SETUP, make_pool=cuda_pool).run(PROMPT)
-    (request,) = start(SETUP).run(PROMPT)
-    assert request.matched == 192
+def test_host_and_device_pools_share_kv(start: Start, stage: Stage) -> None:
+    before = start(SETUP, make_pool=cuda_pool).run(PROMPT)
+    engine = start(SETUP)
+    (request,) = engine.run(PROMPT)
+    assert request.matched == 192, told_of([before, [request]], engine, stage.url)
