@@ -28,7 +28,7 @@ class Behaviour:
 
     They wait while `hold` is set. `status` is answered instead of words; `error_code` is a stream's first event. Before
     its event `die_at` the process kills itself, before `hang_at` it says nothing more. `cut` sends half of an event
-    before either.
+    before either, and the event with an error in two halves. Without `sends` it hands nothing over, as if it could not.
     """
 
     hold: bool = False
@@ -38,6 +38,7 @@ class Behaviour:
     die_at: int = -1
     hang_at: int = -1
     cut: bool = False
+    sends: bool = True
     healthy: bool = True
 
 
@@ -111,7 +112,11 @@ class FakeEngine:
             if told.status != 200:
                 await _answer(send, told.status, {"error": {"message": "as told", "code": told.status}})
                 return
-            await _answer(send, 200, {"engine": self.name, "text": words(body, told.events)})
+            answer: dict[str, Any] = {"engine": self.name, "text": words(body, told.events)}
+            params = body.get("kv_transfer_params") or {}
+            if params.get("do_remote_decode") and told.sends:
+                answer["kv_transfer_params"] = {"transfer_id": params["transfer_id"], "do_remote_prefill": True}
+            await _answer(send, 200, answer)
             return
         if told.status != 200:
             await self._held()
@@ -123,7 +128,12 @@ class FakeEngine:
 
     async def _stream(self, body: dict[str, Any], told: Behaviour, send: Any) -> None:
         if told.error_code:
-            await _more(send, _event({"error": {"message": "as told", "code": told.error_code}}) + b"data: [DONE]\n\n")
+            event = _event({"error": {"message": "as told", "code": told.error_code}})
+            if told.cut:
+                await _more(send, event[:20])
+                await asyncio.sleep(0.2)  # so that it comes by itself
+                event = event[20:]
+            await _more(send, event + b"data: [DONE]\n\n")
             await send({"type": "http.response.body", "body": b""})
             return
         for number in range(told.events):

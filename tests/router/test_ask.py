@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.router.handover import Handover, can_share, plan_handover
+from kvferry.router.handover import Handover, can_share, plan_handover, was_sent
 from kvferry.router.prefixes import PIECE_BYTES
 from kvferry.router.requests import Ask, BadRequestError, decode_body, prefill_body, read_ask
 from router.router_pieces import address
@@ -50,6 +50,16 @@ def test_with_a_legacy_engine_the_request_id_says_all(prefill: bool, decode: boo
     assert len(uuid) == 32
     assert int(uuid, 16)
     assert (found.to_prefill, found.to_decode) == (None, None)
+
+
+def test_a_prefill_engine_says_in_its_answer_that_it_sends() -> None:
+    params = {**(HANDOVER.to_decode or {}), "more": 1}
+    assert was_sent(HANDOVER, json.dumps({"id": "x", "kv_transfer_params": params}).encode())
+    for other in (None, {}, {"transfer_id": "another"}, 5):
+        assert not was_sent(HANDOVER, json.dumps({"kv_transfer_params": other}).encode())
+    for body in (b"{}", b"[]", b"", b'{"kv_transfer_params": {'):
+        assert not was_sent(HANDOVER, body)
+        assert was_sent(Handover("id", None, None), body)  # which the old form never says
 
 
 def test_engines_without_addresses_for_kv_share_none() -> None:
@@ -103,9 +113,12 @@ def test_the_decode_engine_gets_what_the_client_sent(fields: dict[str, Any]) -> 
 
 
 def test_what_a_client_says_of_transfers_is_dropped() -> None:
-    one = ask(kv_transfer_params={"remote_addresses": ["evil:1"]}, request_id="___prefill_addr_evil:1___")
+    evil: dict[str, Any] = {"kv_transfer_params": {"remote_addresses": ["evil:1"]}, "ec_transfer_params": {"x": "evil"}}
+    one = ask(**evil, request_id="___prefill_addr_evil:1___", vllm_xargs={**evil, "kept": 1})
+    assert json.loads(decode_body(one, None))["vllm_xargs"] == {"kept": 1}
     for body in (decode_body(one, None), decode_body(one, HANDOVER), prefill_body(one, HANDOVER)):
         assert b"evil" not in body
+    assert json.loads(decode_body(ask(vllm_xargs=["x"]), None))["vllm_xargs"] == ["x"]  # for the engine to refuse
     legacy = Handover("id", None, None)
     assert b"kv_transfer_params" not in decode_body(one, legacy) + prefill_body(one, legacy)
 
@@ -195,3 +208,14 @@ def test_what_decides_kv_beside_the_prompt_tells_prompts_apart() -> None:
 @pytest.mark.parametrize("prompt", [[1, "x"], [1 << 40], [1.5], {"a": 1}, 5, None, [None], [[{"a": 1}]]])
 def test_a_prompt_that_is_none_is_for_the_engine_to_refuse(prompt: object) -> None:
     assert json.loads(decode_body(ask(prompt=prompt), None))["prompt"] == prompt
+
+
+def test_what_is_nested_too_deeply_is_refused_and_what_is_not_can_be_passed_on() -> None:
+    refused = 0
+    for depth in range(700, 1010):
+        body = b'{"messages": %s1%s}' % (b'{"a": ' * depth, b"}" * depth)
+        try:
+            assert decode_body(read_ask(body, is_chat=True), None)
+        except BadRequestError:
+            refused += 1
+    assert 0 < refused < 310

@@ -128,6 +128,22 @@ def test_what_a_prefill_engine_refuses_the_decode_engine_decides(fleet: Fleet) -
     assert router.post().status_code == 400
 
 
+def test_where_a_prefill_engine_sends_nothing_the_decode_engine_does_not_wait_for_it(
+    fleet: Fleet, streaming: bool
+) -> None:
+    prefill, decode, router = fleet.pair()
+    prefill.tell(sends=False)
+    decode.tell(hold=True)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(ask, router, streaming)
+        eventually(lambda: decode.states() == ["aborted", "open"])
+        decode.tell(hold=False)
+        assert reply.result() == "d"
+    assert "kv_transfer_params" not in decode.seen()[-1]["body"]
+    assert len(prefill.seen()) == 1
+    assert "hands over no KV" in router.log.read_text()
+
+
 def test_a_decode_engine_killed_before_its_first_byte_is_replaced(fleet: Fleet, streaming: bool) -> None:
     prefill, decodes, router = two_decodes(fleet)
     for one in decodes:
@@ -155,6 +171,14 @@ def test_a_decode_engine_killed_in_mid_stream_ends_the_stream_with_an_error_even
     assert len(prefill.seen()) == 1
 
 
+def test_a_decode_engine_killed_in_its_first_event_is_replaced(fleet: Fleet) -> None:
+    """Nothing of it has gone to the client, which gets each token once."""
+    _, decodes, router = two_decodes(fleet)
+    decodes[0].tell(die_at=0, cut=True)
+    assert [ask(router, True) for _ in range(3)] == ["d2"] * 3
+    assert not decodes[0].alive
+
+
 def test_the_only_decode_engine_killed_is_a_clear_error_and_its_successor_answers(
     fleet: Fleet, streaming: bool
 ) -> None:
@@ -171,10 +195,12 @@ def test_the_only_decode_engine_killed_is_a_clear_error_and_its_successor_answer
     assert ask(router, streaming) == "d2"
 
 
-@pytest.mark.parametrize("error_code", [500, 503])
-def test_a_stream_that_begins_with_an_engines_error_is_tried_elsewhere(fleet: Fleet, error_code: int) -> None:
+@pytest.mark.parametrize(("error_code", "cut"), [(500, False), (503, True)])
+def test_a_stream_that_begins_with_an_engines_error_is_tried_elsewhere(
+    fleet: Fleet, error_code: int, cut: bool
+) -> None:
     _, decodes, router = two_decodes(fleet)
-    decodes[0].tell(error_code=error_code)
+    decodes[0].tell(error_code=error_code, cut=cut)
     assert [ask(router, True) for _ in range(3)] == ["d2"] * 3
 
 

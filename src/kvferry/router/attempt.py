@@ -14,10 +14,10 @@ from kvferry.router.balance import Balance
 from kvferry.router.calls import Call, CallFailedError, EngineCalls
 from kvferry.router.connection import Head, Outgoing
 from kvferry.router.course import Pair
-from kvferry.router.handover import plan_handover
+from kvferry.router.handover import Handover, plan_handover, was_sent
 from kvferry.router.headers import Headers, engine_headers
 from kvferry.router.registry import Engine
-from kvferry.router.replies import error_in_event
+from kvferry.router.replies import error_in_event, has_event
 from kvferry.router.requests import Ask, decode_body, prefill_body
 from kvferry.router.tasks import end_tasks
 
@@ -27,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class PrefillRefusedError(Exception):
-    """A prefill engine takes the request for wrong; a decode engine has to say whether it is."""
+    """A prefill engine takes the request for wrong, of which a decode engine has the last word, or sends no KV."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Attempt:
             work = self._balance.begin_prefill(pair.prefill, ask.prefix, pair.seen_bytes)
             self._stack.callback(work.end)
             prefill = self._call(pair.prefill.address, request_id, prefill_body(ask, handover))
-            reading = self._task(self._read_prompt(pair.prefill, prefill))
+            reading = self._task(self._read_prompt(pair.prefill, prefill, handover))
             reading.add_done_callback(lambda _: work.end())
             waiting.add(reading)
         while not first.done():
@@ -107,13 +107,15 @@ class Attempt:
         self._tasks.add(task)
         return task
 
-    async def _read_prompt(self, prefill: Engine, call: Call) -> None:
+    async def _read_prompt(self, prefill: Engine, call: Call, handover: Handover) -> None:
         """Return when the prefill engine has done its part."""
         head = await call.head()
         body = await call.body()
-        if head.status < 400:
-            return
         text = f"it answered {head.status}: {body[:300].decode(errors='replace')}"
+        if head.status < 400:
+            if was_sent(handover, body):
+                return
+            text = "it has answered, and hands over no KV: its log says why"  # for which the decode engine would wait
         if head.status < 500:
             _LOG.warning("%s: %s", prefill.key, text, extra={"request": self._request.request_id})
             raise PrefillRefusedError(text)
@@ -128,10 +130,21 @@ class Attempt:
             answer = Answer(head, await call.body(), None)
             status = head.status
         else:
-            begin = await call.chunk()
-            answer = Answer(head, begin or b"", None if begin is None else call)
-            status = error_in_event(answer.begin) or head.status
+            begin, ended = await _first_event(call)
+            answer = Answer(head, begin, None if ended else call)
+            status = error_in_event(begin) or head.status
         if status >= 500:
             text = f"it answered {status}: {answer.begin[:300].decode(errors='replace')}"
             raise CallFailedError(self._pair.decode.key, text)
         return answer
+
+
+async def _first_event(call: Call) -> tuple[bytes, bool]:
+    """What a stream begins with, up to where an event is whole, and whether that is all of it."""
+    begin = b""
+    while not has_event(begin):
+        more = await call.chunk()
+        if more is None:
+            return begin, True
+        begin += more
+    return begin, False

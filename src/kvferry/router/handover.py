@@ -6,9 +6,11 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from kvferry.router.addresses import EngineAddress
 
-__all__ = ["Handover", "can_share", "plan_handover"]
+__all__ = ["Handover", "can_share", "plan_handover", "was_sent"]
 
 
 @dataclass(frozen=True)
@@ -36,3 +38,18 @@ def plan_handover(prefill: EngineAddress, decode: EngineAddress, request_id: str
         {"transfer_id": transfer_id, "do_remote_decode": True, "remote_addresses": list(decode.kv)},
         {"transfer_id": transfer_id, "do_remote_prefill": True, "remote_addresses": list(prefill.kv)},
     )
+
+
+class _Reply(msgspec.Struct):
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+def was_sent(handover: Handover, reply: bytes) -> bool:
+    """Whether a prefill engine's answer says that it sends the KV; by request ids alone none is told."""
+    if handover.to_prefill is None:
+        return True
+    try:
+        params = msgspec.json.decode(reply, type=_Reply).kv_transfer_params
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return params is not None and params.get("transfer_id") == handover.to_prefill["transfer_id"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
-__all__ = ["EventCutter", "error_body", "error_event", "error_in_event"]
+__all__ = ["EventCutter", "error_body", "error_event", "error_in_event", "has_event"]
 
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 405: "invalid_request_error"}
 _TYPES |= {408: "invalid_request_error", 413: "invalid_request_error"}
 _MAX_TAIL_BYTES = 1 << 20
+_ENDS = (b"\n\n", b"\r\n\r\n")  # of an event
 
 
 def error_body(status: int, text: str, *, code: str, param: str | None = None) -> bytes:
@@ -34,6 +35,11 @@ def error_in_event(event: bytes) -> int | None:
     return code if isinstance(code, int) else 500
 
 
+def has_event(data: bytes) -> bool:
+    """Whether a stream that begins so has a whole event, or more than one may have."""
+    return any(mark in data for mark in _ENDS) or len(data) > _MAX_TAIL_BYTES
+
+
 class EventCutter:
     """Lets whole events of a stream through, so that another event can follow wherever it breaks off."""
 
@@ -43,7 +49,7 @@ class EventCutter:
     def feed(self, data: bytes) -> bytes:
         """What is whole now; what is longer than 1 MiB goes through in parts."""
         data = self._tail + data
-        end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in (b"\n\n", b"\r\n\r\n"))
+        end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _ENDS)
         if len(data) - end > _MAX_TAIL_BYTES:
             end = len(data)
         self._tail = data[end:]

@@ -17,7 +17,7 @@ from kvferry.router.prefixes import Prefix, cut_prefix
 
 __all__ = ["Ask", "BadRequestError", "decode_body", "prefill_body", "read_ask"]
 
-_OURS = ("kv_transfer_params", "request_id")
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 # What an engine refuses, or does for nothing, in a request for one token that is not streamed.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "logprobs", "top_logprobs")
 # What decides a prompt's KV beside the prompt, or is put before it.
@@ -58,21 +58,9 @@ class Ask:
 def read_ask(body: bytes, *, is_chat: bool) -> Ask:
     """Raises BadRequestError where it is no request, or one that would have several answers."""
     try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequestError(f"the body is no JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise BadRequestError("the body is no JSON object")
-    for name in _OURS:
-        fields.pop(name, None)
-    for name in ("n", "best_of"):
-        if fields.get(name) not in (None, 1):
-            raise BadRequestError(f"{name} must be 1: prefill and decode share one answer a request", name)
-    if fields.get("use_beam_search"):
-        raise BadRequestError("use_beam_search is not possible: prefill and decode share one answer a request")
-    content = _chat_content(fields) if is_chat else _prompt_content(fields)
-    seed = _canonical([is_chat, *(fields.get(name) for name in _SEEDS)])
-    return Ask(fields, is_chat, cut_prefix(seed, content))
+        return _ask(body, is_chat)
+    except RecursionError:
+        raise BadRequestError("the body is no JSON that can be read: it is nested too deeply") from None
 
 
 def prefill_body(ask: Ask, handover: Handover) -> bytes:
@@ -87,6 +75,29 @@ def prefill_body(ask: Ask, handover: Handover) -> bytes:
 def decode_body(ask: Ask, handover: Handover | None) -> bytes:
     """The request for the answer; without a handover the engine computes the prompt itself."""
     return _with_params(ask.fields, None if handover is None else handover.to_decode)
+
+
+def _ask(body: bytes, is_chat: bool) -> Ask:
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadRequestError(f"the body is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadRequestError("the body is no JSON object")
+    fields.pop("request_id", None)
+    more = fields.get("vllm_xargs")  # where vLLM finds the same
+    for name in _TRANSFERS:
+        fields.pop(name, None)
+        if isinstance(more, dict):
+            more.pop(name, None)
+    for name in ("n", "best_of"):
+        if fields.get(name) not in (None, 1):
+            raise BadRequestError(f"{name} must be 1: prefill and decode share one answer a request", name)
+    if fields.get("use_beam_search"):
+        raise BadRequestError("use_beam_search is not possible: prefill and decode share one answer a request")
+    content = _chat_content(fields) if is_chat else _prompt_content(fields)
+    seed = _canonical([is_chat, *(fields.get(name) for name in _SEEDS)])
+    return Ask(fields, is_chat, cut_prefix(seed, content))
 
 
 def _with_params(fields: dict[str, Any], params: dict[str, Any] | None) -> bytes:
