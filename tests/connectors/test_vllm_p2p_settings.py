@@ -77,8 +77,11 @@ def test_beyond_loopback_somebody_has_to_be_kept_out(tmp_path: Path) -> None:
         of().p2p_config(**where)
     assert of({"insecure": True}).p2p_config(**where).insecure
     assert of({"token_file": str(secret)}).p2p_config(**where).token == "engines:0123456789abcdef"
+    assert of({"token_file": str(secret)}).secret == b"engines:0123456789abcdef"
+    assert of({}).secret is None
     secret.write_text("k" * 40)
     assert of({"curve_key_file": str(secret)}).p2p_config(**where).curve_secret_key == "k" * 40
+    assert of({"curve_key_file": str(secret)}).secret == b"k" * 40
     with pytest.raises(ValueError, match="token_file of P2pNcclConnector"):
         of({"token_file": str(tmp_path / "none")}).p2p_config(**where)
 

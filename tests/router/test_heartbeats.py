@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
+from kvferry.connectors.vllm.p2p.heartbeat import Heartbeat, Presence
+from kvferry.router.heartbeat import read_secret
 from router.fleet import Engine, Fleet, Router, eventually
 
 QUICK = ("--engine-timeout", "2")
@@ -99,6 +103,26 @@ def test_an_engine_is_asked_once_its_server_answers(fleet: Fleet) -> None:
     assert router.post().json()["engine"] == "d2"
 
 
+def test_an_engine_whose_server_hangs_is_given_up_while_it_says_that_it_is_there(fleet: Fleet) -> None:
+    """SIGSTOP, and heartbeats by another: its connections stay open and its port takes more, but nothing comes."""
+    first, second, router = fleet.engine("d1"), fleet.engine("d2"), fleet.router("--heartbeat", ":0", *QUICK)
+    maps = [_beat_of(one) for one in (first, second)]
+    fleet.engine("other").tell(beat={"address": router.heartbeat, "maps": maps})
+    router.await_engines(0, 2)
+    for one in (first, second):
+        one.tell(hold=True)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(router.post)
+        eventually(lambda: first.seen() or second.seen())
+        victim, other = (first, second) if first.seen() else (second, first)
+        victim.signal(signal.SIGSTOP)
+        router.await_engines(0, 1)
+        other.tell(hold=False)
+        assert reply.result().json()["engine"] == other.name
+    victim.signal(signal.SIGCONT)
+    router.await_engines(0, 2)
+
+
 def _beat_of(engine: Engine) -> dict[str, object]:
     return {"type": "D", "http_address": engine.http, "zmq_address": engine.kv, "kvferry": 1}
 
@@ -184,3 +208,23 @@ def test_heartbeats_that_others_can_reach_need_a_word(fleet: Fleet) -> None:
         fleet.router("--heartbeat", "0.0.0.0:0")
     router: Router = fleet.router("--heartbeat", "0.0.0.0:0", "--insecure")
     assert router.heartbeat.startswith("0.0.0.0:")
+
+
+def test_with_a_secret_only_engines_that_have_it_are_heard(fleet: Fleet, tmp_path: Path) -> None:
+    """No other word is needed then."""
+    file = tmp_path / "token"
+    file.write_text("a secret that all share\n")
+    decode, router = fleet.engine("d"), fleet.router("--heartbeat", "0.0.0.0:0", "--token-file", str(file))
+    port = router.heartbeat.rpartition(":")[2]
+    decode.tell(beat={"address": f"127.0.0.1:{port}", "maps": [_beat_of(decode)]})
+    router.await_measure('heartbeats_total{outcome="untrusted"}', 3, or_more=True)
+    assert router.engines() == (0, 0)
+    assert router.log.read_text().count("a heartbeat is refused: it is not signed") == 1
+    secret = read_secret(str(file))
+    beats = Heartbeat(f"127.0.0.1:{port}", Presence(["D"], decode.http, [decode.kv]), secret=secret, every_s=0.1)
+    try:
+        router.await_engines(0, 1)
+        assert router.post().json()["engine"] == "d"
+    finally:
+        beats.close()
+    router.await_engines(0, 0)  # it has said so

@@ -25,11 +25,13 @@ def test_an_engine_is_there_once_it_answers_until_it_was_silent_for_too_long() -
     one = address("D", 1)
     assert heard(registry, one, 100.0) is True
     assert registry.up(Role.DECODE) == []
-    assert registry.to_probe() == [one]
+    assert registry.to_probe(everyone=False) == [one]
     assert registry.answered(one.key, 101.0) is True
     assert registry.answered(one.key, 102.0) is False
-    assert registry.to_probe() == []
+    assert registry.to_probe(everyone=False) == []
+    assert registry.to_probe(everyone=True) == [one]
     assert heard(registry, one, 103.0) is False
+    registry.answered(one.key, 110.0)
     assert registry.expire(112.9) == []
     assert [engine.address for engine in registry.up(Role.DECODE)] == [one]
     assert registry.expire(113.0) == [one.key]
@@ -48,7 +50,22 @@ def test_an_answer_is_no_heartbeat_but_of_those_that_send_none() -> None:
         registry.answered(one.key, 9.0)
     assert registry.expire(11.0) == [beats.key]
     assert [engine.address for engine in registry.up(Role.DECODE)] == [given]
-    assert registry.to_probe() == [given]
+
+
+def test_an_engine_whose_server_hangs_is_lost_while_it_says_that_it_is_there() -> None:
+    registry = Registry(TIMEOUT_S, MAX_ENGINES)
+    one = address("D", 1)
+    heard(registry, one, 0.0)
+    registry.answered(one.key, 1.0)
+    for now in (5.0, 10.0, 15.0):
+        heard(registry, one, now)
+    assert registry.expire(10.9) == []
+    assert registry.expire(11.0) == [one.key]
+    assert registry.up(Role.DECODE) == []
+    assert registry.expire(20.0) == []
+    assert registry.to_probe(everyone=False) == [one]
+    assert registry.answered(one.key, 21.0) is True
+    assert [engine.address for engine in registry.up(Role.DECODE)] == [one]
 
 
 def test_an_engine_that_moved_its_ranks_is_another() -> None:
@@ -94,6 +111,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.heard_at: dict[EngineKey, float] = {}
         self.addresses: dict[EngineKey, EngineAddress] = {}
         self.up: set[EngineKey] = set()
+        self.answered_at: dict[EngineKey, float] = {}
         for one in GIVEN:
             self.registry.give(one, self.now)
             self.heard_at[one.key], self.addresses[one.key] = self.now, one
@@ -118,6 +136,7 @@ class RegistryMachine(RuleBasedStateMachine):
         assert came is (one.key in self.heard_at and one.key not in self.up)
         if one.key in self.heard_at:
             self.up.add(one.key)
+            self.answered_at[one.key] = self.now
         if one.key in self.given:
             self.heard_at[one.key] = self.now
 
@@ -131,8 +150,10 @@ class RegistryMachine(RuleBasedStateMachine):
         self.now += passed_s
         lost = set(self.registry.expire(self.now))
         silent = {key for key, at in self.heard_at.items() if self.now - at >= TIMEOUT_S}
-        assert lost <= silent
-        assert silent & self.up <= lost | self.given
+        hang = {key for key in self.up if self.now - self.answered_at[key] >= TIMEOUT_S}
+        assert lost <= silent | hang
+        assert hang <= lost
+        assert silent & self.up <= lost
         self.up -= lost
         for key in silent - self.given:
             del self.heard_at[key]
@@ -143,8 +164,9 @@ class RegistryMachine(RuleBasedStateMachine):
         assert {engine.key for engine in found} == self.up
         assert all(engine.address == self.addresses[engine.key] for engine in found)
         assert len({engine.serial for engine in found}) == len(found)
-        to_probe = {one.key for one in self.registry.to_probe()}
-        assert to_probe == self.given | (set(self.heard_at) - self.up)
+        for everyone in (True, False):
+            to_probe = {one.key for one in self.registry.to_probe(everyone=everyone)}
+            assert to_probe == set(self.heard_at) - (set() if everyone else self.up)
         assert len(self.registry) == len(self.heard_at) <= MAX_ENGINES + len(GIVEN)
 
 

@@ -29,6 +29,7 @@ SETTINGS = settings_of(RouterConfig)
 CASES: dict[str, tuple[list[str], object]] = {
     "listen": ([":0"], ":0"),
     "heartbeat": ([":30001"], ":30001"),
+    "token_file": (["/etc/token"], "/etc/token"),
     "insecure": (["true"], True),
     "prefill": (["http://a:1=a:2,a:3", "http://b:1=b:2"], ("http://a:1=a:2,a:3", "http://b:1=b:2")),
     "decode": (["http://a:1", "http://b:1=b:2"], ("http://a:1", "http://b:1=b:2")),
@@ -126,6 +127,7 @@ def test_the_engines_are_those_that_are_named() -> None:
         (["--decode", "http://b:1", "--decode", "http://b:1"], "different http://HOST:PORT"),
         (["--decode", "http://b:1", "--prefill", "http://a:1"], "http://HOST:PORT=HOST:PORT"),
         (["--heartbeat", "10.0.0.1:30001"], "insecure"),
+        (["--heartbeat", ":0", "--token-file", "/no/such/file"], "token_file: [Errno 2]"),
         (["--decode", "http://b:1", "--listen", "256.0.0.1:1"], "clients cannot be heard"),
         (["--heartbeat", "[::2]:1", "--insecure"], "heartbeats cannot be heard"),
     ],

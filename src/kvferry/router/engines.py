@@ -59,9 +59,9 @@ class Engines:
         if came:
             self._new_one.set()
 
-    def garbage(self) -> None:
-        """Something else came where heartbeats are heard."""
-        self._measures.count("heartbeats", "garbage")
+    def refused(self, outcome: str) -> None:
+        """Something came where heartbeats are heard that was not taken; in the word that the measure has for it."""
+        self._measures.count("heartbeats", outcome)
 
     def unreachable(self, key: EngineKey) -> None:
         """Nobody was at an engine's address."""
@@ -81,17 +81,21 @@ class Engines:
             await asyncio.sleep(min(_LOOK_S, self._timeout_s / 4))
 
     async def probe(self) -> None:
-        """Ask for the health of those of whom it is not known, until it is cancelled."""
+        """Ask all for their health every 2 s, and those that are not up when there is a new one, until cancelled."""
         going_on: dict[EngineKey, asyncio.Task[None]] = {}
+        round_at = time.monotonic()
         try:
             while True:
                 self._new_one.clear()
+                everyone = time.monotonic() >= round_at
+                if everyone:
+                    round_at = time.monotonic() + self._probe_s
                 going_on = {key: task for key, task in going_on.items() if not task.done()}
-                for address in self._registry.to_probe():
+                for address in self._registry.to_probe(everyone=everyone):
                     if address.key not in going_on:
                         going_on[address.key] = asyncio.create_task(self._probe(address))
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._new_one.wait(), self._probe_s)
+                    await asyncio.wait_for(self._new_one.wait(), max(0.0, round_at - time.monotonic()))
         finally:
             await end_tasks(going_on.values())
 

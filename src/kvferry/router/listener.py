@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
 
 from kvferry.errors import ShareError, WireError
-from kvferry.router.heartbeat import MAX_HEARTBEAT_BYTES, Heartbeat, decode_heartbeat
+from kvferry.router.heartbeat import MAX_HEARTBEAT_BYTES, Heartbeat, UntrustedError, decode_heartbeat
 from kvferry.settings import join_host_port, split_host_port
 
 __all__ = ["HeartbeatListener"]
@@ -19,16 +20,29 @@ _LOG = logging.getLogger(__name__)
 
 _AT_ONCE = 64
 _QUEUED = 256
+_SAY_AGAIN_S = 60.0
 _PING_MS, _PONG_MS = 10_000, 30_000
 
 
 class HeartbeatListener:
     """Listens when made; `run` hears. In the event loop's thread, between whose other work it takes a few at a time."""
 
-    def __init__(self, address: str, take: Callable[[Heartbeat], None], garbage: Callable[[], None]) -> None:
-        """`address` is HOST:PORT; raises ShareError where it cannot be had. `garbage` is told of what is none."""
+    def __init__(
+        self,
+        address: str,
+        take: Callable[[Heartbeat], None],
+        refused: Callable[[str], None],
+        *,
+        secret: bytes | None = None,
+    ) -> None:
+        """`address` is HOST:PORT; raises ShareError where it cannot be had.
+
+        `refused` is told in a word of what is none, or, where there is a `secret`, was not signed by it.
+        """
         self._take = take
-        self._garbage = garbage
+        self._refused = refused
+        self._secret = secret
+        self._say_again_at = 0.0
         host, port = split_host_port(address)
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -69,9 +83,14 @@ class HeartbeatListener:
         try:
             if not 2 <= len(frames) <= 3 or any(frames[1:-1]):
                 raise WireError(f"no heartbeat: it has {len(frames)} frames")
-            heartbeat = decode_heartbeat(frames[-1])
+            heartbeat = decode_heartbeat(frames[-1], self._secret, time.time())
+        except UntrustedError as error:
+            self._refused("untrusted")
+            if time.monotonic() >= self._say_again_at:
+                self._say_again_at = time.monotonic() + _SAY_AGAIN_S
+                _LOG.warning("a heartbeat is refused: %s", error)
         except WireError as error:
+            self._refused("garbage")
             _LOG.debug("at the address for heartbeats: %s", error)
-            self._garbage()
         else:
             self._take(heartbeat)

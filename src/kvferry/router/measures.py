@@ -45,7 +45,7 @@ LABELS: Mapping[str, tuple[str, ...]] = {
     "engines": ("prefill", "decode"),
     "engines_joined": ("prefill", "decode"),
     "engines_lost": ("prefill", "decode"),
-    "heartbeats": ("taken", "garbage", "no_room"),
+    "heartbeats": ("taken", "garbage", "untrusted", "no_room"),
 }
 
 

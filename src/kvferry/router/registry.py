@@ -31,6 +31,7 @@ class Engine:
 class _State:
     engine: Engine
     heard_at: float
+    answered_at: float
     up: bool = False
     silent: bool = False  # it was reported as lost
 
@@ -38,12 +39,14 @@ class _State:
 class Registry:
     """All engines, by key. Not for several threads.
 
-    An engine is up, which is to say that it may be asked, once its HTTP server was seen to answer: engines say that
-    they are there before it does, and where it is gone they may go on saying so.
+    An engine is up, which is to say that it may be asked, once its HTTP server was seen to answer, and as long as it
+    does: engines say that they are there before it does, and where it hangs, or is gone, they may go on saying so.
     """
 
     def __init__(self, timeout_s: float, max_engines: int) -> None:
-        """`timeout_s` is how long an engine may say nothing; `max_engines` bounds those that come by heartbeat."""
+        """`timeout_s` is how long an engine may say nothing, or its HTTP server not answer; `max_engines` bounds those
+        that come by heartbeat.
+        """
         self._timeout_s = timeout_s
         self._max_engines = max_engines
         self._serials = itertools.count(1)
@@ -54,7 +57,7 @@ class Registry:
 
     def give(self, address: EngineAddress, now: float) -> None:
         """Add an engine of the configuration."""
-        self._states[address.key] = _State(self._new(address, given=True), now)
+        self._states[address.key] = _State(self._new(address, given=True), now, now)
 
     def beat(self, heartbeat: Heartbeat, now: float) -> bool | None:
         """An engine lives, or is leaving: whether it is a new one; None where there is no room for one more."""
@@ -66,7 +69,7 @@ class Registry:
         if state is None:
             if sum(not each.engine.given for each in self._states.values()) >= self._max_engines:
                 return None
-            self._states[address.key] = _State(self._new(address, given=False), now)
+            self._states[address.key] = _State(self._new(address, given=False), now, now)
             return True
         state.heard_at, state.silent = now, False
         if state.engine.address == address:
@@ -75,10 +78,11 @@ class Registry:
         return True
 
     def answered(self, key: EngineKey, now: float) -> bool:
-        """An engine's HTTP server answers: whether it was not up before. One that is given is heard in no other way."""
+        """An engine's HTTP server answers: whether it was not up before. One that is given is heard by that alone."""
         state = self._states.get(key)
         if state is None:
             return False
+        state.answered_at = now
         if state.engine.given:
             state.heard_at, state.silent = now, False
         came, state.up = not state.up, True
@@ -92,22 +96,29 @@ class Registry:
             state.up = False
 
     def expire(self, now: float) -> list[EngineKey]:
-        """The engines that have been silent for too long since the last call; each is told once, and asked no more."""
+        """The engines that have been silent for too long since the last call; each is told once, and asked no more.
+
+        One whose HTTP server alone is silent stays known: it may answer again.
+        """
         lost = []
         for key, state in list(self._states.items()):
             if now - state.heard_at >= self._timeout_s and not state.silent:
                 state.silent = True
-                lost.append(key)
                 self._forget(key)
+            elif state.up and now - state.answered_at >= self._timeout_s:
+                self.suspect(key)
+            else:
+                continue
+            lost.append(key)
         return lost
 
     def up(self, role: Role) -> list[Engine]:
         """Those that may be asked, the ones first that were there first."""
         return [each.engine for key, each in self._states.items() if key.role is role and each.up]
 
-    def to_probe(self) -> list[EngineAddress]:
-        """Those whose health has to be looked at: all that are given, and of the others those that are not up."""
-        return [each.engine.address for each in self._states.values() if each.engine.given or not each.up]
+    def to_probe(self, *, everyone: bool) -> list[EngineAddress]:
+        """Those whose health has to be looked at: now and then `everyone`, and at once those that are not up."""
+        return [each.engine.address for each in self._states.values() if everyone or not each.up]
 
     def _forget(self, key: EngineKey) -> None:
         state = self._states.get(key)

@@ -17,6 +17,7 @@ from kvferry.router.calls import EngineCalls
 from kvferry.router.config import RouterConfig
 from kvferry.router.engines import Engines
 from kvferry.router.front import Front
+from kvferry.router.heartbeat import read_secret
 from kvferry.router.listener import HeartbeatListener
 from kvferry.router.measures import Measures
 from kvferry.router.tasks import end_tasks
@@ -44,8 +45,9 @@ class Router:
     """Listens when made, answers in `run`. All of it in one thread, `stop` and `hurry` also in a signal's handler."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Raises ShareError where the address for clients cannot be had."""
+        """Raises ShareError where the address for clients cannot be had, ValueError for a secret that is none."""
         self.config = config
+        self._secret = None if config.token_file is None else read_secret(config.token_file)
         self._socket = _listen(config.listen)
         host, _ = split_host_port(config.listen)
         self.url = f"http://{join_host_port(host, self._socket.getsockname()[1])}"
@@ -76,7 +78,8 @@ class Router:
             front = Front(self.config, calls, Engines(self.config, calls, measures), measures)
             jobs = [front.engines.watch(), front.engines.probe()]
             if self.config.heartbeat is not None:
-                listener = HeartbeatListener(self.config.heartbeat, front.engines.take, front.engines.garbage)
+                engines = front.engines
+                listener = HeartbeatListener(self.config.heartbeat, engines.take, engines.refused, secret=self._secret)
                 stack.callback(listener.close)
                 self.heartbeat_address = listener.address
                 jobs.append(listener.run())

@@ -74,7 +74,8 @@ def heartbeat(vllm_config: Any, settings: P2pSettings, addresses: tuple[str, ...
     transfer = vllm_config.kv_transfer_config
     kinds = ["P"] * transfer.is_kv_producer + ["D"] * transfer.is_kv_consumer
     http_address = join_host_port(settings.host(get_ip), settings.http_port)
-    return Heartbeat(settings.proxy, Presence(kinds, http_address, addresses, _routed_rank(vllm_config)))
+    presence = Presence(kinds, http_address, addresses, _routed_rank(vllm_config))
+    return Heartbeat(settings.proxy, presence, secret=settings.secret)
 
 
 def _listening(vllm_config: Any, settings: P2pSettings, *, on_cpu: bool) -> P2pNcclEngine:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ EVERY_S = 3.0
 VERSION = 1
 _QUEUED = 4  # messages; a router that is not there is told anew when it is
 _LINGER_MS = 500
+_LABEL = b"kvferry heartbeat 1\0"  # as in kvferry.router.heartbeat
 _LOG = logging.getLogger("vllm.kvferry")
 
 
@@ -28,18 +31,21 @@ class Presence:
     addresses: Sequence[str]
     dp_rank: int | None = None
 
-    def messages(self, *, leaving: bool = False) -> list[bytes]:
-        """One message a kind."""
-        more: dict[str, Any] = {} if self.dp_rank is None else {"dp_rank": self.dp_rank}
-        if leaving:
-            more["leaving"] = True
-        message = {
+    def messages(self, secret: bytes | None = None, *, leaving: bool = False) -> list[bytes]:
+        """One message a kind; with a `secret` a router can tell that it comes from an engine that has it."""
+        return [msgspec.msgpack.encode(_signed(self._map(kind, leaving), secret)) for kind in self.kinds]
+
+    def _map(self, kind: str, leaving: bool) -> dict[str, Any]:
+        told: dict[str, Any] = {
+            "type": kind,
             "http_address": self.http_address,
             "zmq_address": self.addresses[0],
             "kvferry": VERSION,
             "zmq_addresses": list(self.addresses),
         }
-        return [msgspec.msgpack.encode({"type": kind, **message, **more}) for kind in self.kinds]
+        if self.dp_rank is not None:
+            told["dp_rank"] = self.dp_rank
+        return told | {"leaving": True} if leaving else told
 
 
 class Heartbeat:
@@ -49,9 +55,12 @@ class Heartbeat:
     tell a connector that it is over.
     """
 
-    def __init__(self, proxy: str, presence: Presence, *, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self, proxy: str, presence: Presence, *, secret: bytes | None = None, every_s: float = EVERY_S
+    ) -> None:
         self._proxy = proxy
         self._presence = presence
+        self._secret = secret
         self._every_s = every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvferry-heartbeat", daemon=True)
@@ -73,9 +82,17 @@ class Heartbeat:
                 _LOG.error("no router hears of this engine: %s cannot be reached: %s", self._proxy, error)
                 return
             while not self._stop.is_set():
-                _send(sock, self._presence.messages())
+                _send(sock, self._presence.messages(self._secret))
                 self._stop.wait(self._every_s)
-            _send(sock, self._presence.messages(leaving=True))
+            _send(sock, self._presence.messages(self._secret, leaving=True))
+
+
+def _signed(told: dict[str, Any], secret: bytes | None) -> dict[str, Any]:
+    """The same, and once more with the time and a MAC: old proxies read the keys that they know."""
+    if secret is None:
+        return told
+    signed = msgspec.msgpack.encode(told | {"sent_at": time.time()})
+    return told | {"signed": signed, "mac": hmac.digest(secret, _LABEL + signed, "sha256")}
 
 
 def _send(sock: zmq.Socket[bytes], messages: Sequence[bytes]) -> None:

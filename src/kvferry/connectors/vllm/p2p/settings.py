@@ -96,6 +96,20 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return self.kv_ip
         return LOOPBACK if not self.proxy_ip or is_loopback(self.proxy_ip) else own_ip()
 
+    @property
+    def secret(self) -> bytes | None:
+        """What tells the router that a heartbeat comes from one of the engines. Raises ValueError for no such file."""
+        found = self._token or self._curve_key
+        return None if found is None else found.encode()
+
+    @property
+    def _token(self) -> str | None:
+        return read_secret("token_file", self.token_file, _CONNECTOR)
+
+    @property
+    def _curve_key(self) -> str | None:
+        return read_secret("curve_key_file", self.curve_key_file, _CONNECTOR)
+
     def p2p_config(self, host: str, *, rank: int, size: int, data_rank: int, keeps: bool) -> P2pConfig:
         """How tensor-parallel rank `rank` of `size` takes part.
 
@@ -116,8 +130,8 @@ class P2pSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 nccl_num_channels=self.nccl_num_channels,
                 tp_rank=rank,
                 tp_size=size,
-                token=read_secret("token_file", self.token_file, _CONNECTOR),
-                curve_secret_key=read_secret("curve_key_file", self.curve_key_file, _CONNECTOR),
+                token=self._token,
+                curve_secret_key=self._curve_key,
                 insecure=self.insecure,
             )
         except ValueError as error:
