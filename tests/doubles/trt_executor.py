@@ -148,8 +148,6 @@ class FakeTrtExecutor:
         answer = self._ranks.on(0, lambda: getattr(self.scheduler, method)(*arguments))
         return pickle.loads(pickle.dumps(answer))  # noqa: S301 - what MPI does
 
-    # The loop.
-
     def step(self) -> None:
         """One iteration."""
         if self.dead:
