@@ -41,19 +41,15 @@ def device_caches(pool: Any) -> Mapping[str, torch.Tensor]:
     return found
 
 
-def check_ranks(server_args: Any) -> None:
-    """Raise LayoutError where ranks have other tokens of a page."""
-    if (getattr(server_args, "dcp_size", 1) or 1) > 1:
-        raise LayoutError("decode context parallelism is on: each rank has other tokens of a page; not supported")
-
-
 def is_latent(pool: Any) -> bool:
     """Whether every tensor-parallel rank has the same."""
     return type(pool).__name__ == _LATENT
 
 
-def check_components(components: Collection[Any]) -> None:
-    """Raise LayoutError where a prefix of tokens does not restore all of the cache's state."""
+def check_set_up(components: Collection[Any], server_args: Any) -> None:
+    """Raise LayoutError where a rank's pages do not restore all of the cache's state."""
+    if (getattr(server_args, "dcp_size", 1) or 1) > 1:
+        raise LayoutError("decode context parallelism is on: each rank has other tokens of a page; not supported")
     names = sorted(str(getattr(component, "name", component)) for component in components)
     if names != ["FULL"]:
         raise LayoutError(

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvferry.connectors.sglang import interface
-from kvferry.connectors.sglang.device_pool import block_ids, check_components, check_ranks, device_caches, is_latent
+from kvferry.connectors.sglang.device_pool import block_ids, check_set_up, device_caches, is_latent
 from kvferry.connectors.sglang.identity import RankIdentity, model_name
 from kvferry.connectors.sglang.loads import Loads, QueuedLoad
 from kvferry.connectors.sglang.offloads import Offloads
@@ -45,8 +45,7 @@ class KVFerryLinker(UnifiedCacheLinker):
         forward_stream: Any = None,
     ) -> None:
         settings = SGLangSettings.from_extra_config(extra_config or {}, where=_WHERE)
-        check_components(components)
-        check_ranks(server_args)
+        check_set_up(components, server_args)
         pool = params.token_to_kv_pool_allocator.get_kvcache()
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: pool}
@@ -59,7 +58,8 @@ class KVFerryLinker(UnifiedCacheLinker):
         except BaseException:
             self._client.close()
             raise
-        self._device = next(iter(caches.values())).device
+        tokens = next(iter(caches.values()))
+        self._device = tokens.device
         self._gate: Any = None
         questions = Questions(
             self._client,
@@ -67,12 +67,11 @@ class KVFerryLinker(UnifiedCacheLinker):
             pause_s=settings.pause_s,
             answer_timeout_s=settings.answer_timeout_s,
         )
-        num_pages = len(next(iter(caches.values()))) // self._page_tokens
         self._promises = Promises(questions)
         self.layer_done_counter = Loads(self._client, questions, timeout_s=settings.load_timeout_s)
         self._offloads = Offloads(
             self._client,
-            max_pages=max(1, num_pages // _OFFLOADED_SHARE),
+            max_pages=max(1, len(tokens) // self._page_tokens // _OFFLOADED_SHARE),
             timeout_s=settings.load_timeout_s,
             stream=self._written,
         )
