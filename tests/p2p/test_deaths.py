@@ -116,6 +116,16 @@ def test_a_peer_that_stops_for_good(sides: Sides) -> None:
     eventually(lambda: len(middle.call("stats")["stats"]["peers"]) == 1)
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_who_would_send_by_itself_is_gone_before_it_does(sides: Sides, how: signal.Signals) -> None:
+    """Nothing of it was asked for, nor has come: the receiver knows its address, and waits no longer for it."""
+    sender, receiver = (sides.start(heartbeat_s=0.5) for _ in range(2))
+    receiver.call("receive", name="t", blocks=FEW, senders=[address_of(sender)], within_s=300)
+    eventually(lambda: len(receiver.call("stats")["stats"]["peers"]) == 1)
+    os.kill(sender.pid, how)
+    assert receiver.call("wait", what="receive t", within_s=20)["code"] == "peer_gone"
+
+
 def test_paused_for_two_seconds(sides: Sides) -> None:
     """N10: the sender learns that it may use its blocks again only once they have been read; the bytes are right."""
     sender = sides.start(caches={**BIG, "seed": 1})
