@@ -29,6 +29,7 @@ def transfer(p: P2pNcclEngine, d: P2pNcclEngine, order: str, skip: int) -> None:
     address = None if order == "asked for" else d.address
     if order == "claimed first":
         receiving = d.receive_blocks("abc", TO[skip:], skip_blocks=skip, timeout_s=20)
+        d.stats()  # its thread answers after it has heard of the claim
         sending = p.send_blocks("abc", FROM, address)
     else:
         sending = p.send_blocks("abc", FROM, address)

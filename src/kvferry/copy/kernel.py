@@ -46,7 +46,7 @@ class CopyKernel:
     def warm(self, drv: Driver, *, stream: int) -> None:
         """Put what a copy needs and a launch that copies nothing into the stream, before the first `load`."""
         drv.memcpy_h2d_async(self._table, self._strips.ctypes.data, self._strips.nbytes, stream)
-        self._start((1, self._table, 1, 1, 0, 0, 0), items=1, stream=stream, to_flat=True)
+        self._start((self._table, 1, self._table, 1, 1, 0, 0, 0), items=1, stream=stream, to_flat=True)
 
     def load(self, drv: Driver, plan: CopyPlan, *, stream: int) -> None:
         """Put what the kernel needs for the plan into the stream. The planes stay there for the next plan."""
@@ -68,19 +68,22 @@ class CopyKernel:
         assert self._plan is not None
         chunks = self._plan.chunks
         touched = -(-step.end // chunks.chunk_bytes) - step.begin // chunks.chunk_bytes
-        items = touched * chunks.blocks * len(self._strips)
+        first, stop = 0, len(self._strips)
+        if len(self._plan.ids) == 1:  # of a long chunk the kernel looks at what is copied alone
+            first, stop = _strips_within(chunks, step)
+        table = self._table + first * self._strips.strides[0]
         ids = self._table + self._strips.nbytes
-        numbers = (len(self._strips), ids, chunks.blocks, chunks.chunk_bytes, step.begin, step.end, staging)
-        self._start(numbers, items=items, stream=stream, to_flat=to_flat)
+        numbers = (table, stop - first, ids, chunks.blocks, chunks.chunk_bytes, step.begin, step.end, staging)
+        self._start(numbers, items=touched * chunks.blocks * (stop - first), stream=stream, to_flat=to_flat)
 
     def close(self) -> None:
         """Give everything back, once all launches are done; idempotent."""
         self._undo.close()
 
     def _start(self, numbers: tuple[int, ...], *, items: int, stream: int, to_flat: bool) -> None:
-        """Launch with those arguments between the first and the last."""
+        """Launch with those arguments before the last."""
         grid = (min(self._max_ctas, -(-items // WARPS)), 1, 1)
-        args = [c_uint64(self._table), *map(c_uint64, numbers), c_uint32(to_flat)]
+        args = [*map(c_uint64, numbers), c_uint32(to_flat)]
         self._function.launch(grid, (THREADS, 1, 1), stream=stream, args=args)
 
     def _reserve(self, drv: Driver, nbytes: int) -> None:
@@ -103,3 +106,12 @@ def strips_of(chunks: ChunkMap) -> Int64s:
     starts, strides, lengths, places = chunks.planes
     plane, within, nbytes = cut_strips(lengths, STRIP_BYTES)
     return np.stack((starts[plane] + within, strides[plane], nbytes, places[plane] + within, lengths[plane]), axis=1)
+
+
+def _strips_within(chunks: ChunkMap, step: Step) -> tuple[int, int]:
+    """The first strip of the planes that a step of the only chunk touches, and the one behind the last."""
+    _, _, lengths, places = chunks.planes
+    first = int(np.searchsorted(places, step.begin, side="right")) - 1
+    stop = int(np.searchsorted(places, step.end))
+    counts = -(-lengths[:stop] // STRIP_BYTES)
+    return int(counts[:first].sum()), int(counts.sum())
