@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -99,6 +100,21 @@ def test_nobody_at_the_address_is_told_apart() -> None:
         assert caught.value.unreachable
 
     asyncio.run(body())
+
+
+def test_what_this_process_may_not_open_is_not_the_engines_fault() -> None:
+    async def body(address: EngineAddress) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.socket() as last:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (last.fileno(), hard))
+        try:
+            with EngineCalls().call(address, ASK) as call, pytest.raises(CallFailedError, match="open files") as caught:
+                await call.head()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not caught.value.unreachable
+
+    asyncio.run(with_server(silent, body))
 
 
 def test_a_lost_engine_fails_its_calls_and_no_others() -> None:

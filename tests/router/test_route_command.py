@@ -151,6 +151,20 @@ def test_an_address_that_somebody_has_is_told() -> None:
     assert f"clients cannot be heard at {address}" in done.stderr
 
 
+def test_it_may_open_as_many_files_as_the_system_lets_it() -> None:
+    command = [sys.executable, "-m", "kvferry", "route", "--decode", "http://127.0.0.1:1", "--listen", ":0"]
+    low = ["sh", "-c", 'ulimit -Sn 64; ulimit -Hn 500; exec "$@"', "sh", *command, "--until-stdin-closes"]
+    with subprocess.Popen(
+        low, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as route:
+        assert route.stdout is not None
+        assert route.stdout.readline().startswith("ready:")
+        limits = Path(f"/proc/{route.pid}/limits").read_text()
+        _, errors = route.communicate(timeout=40)
+    assert re.search(r"Max open files +500 +500 ", limits)
+    assert "the limit of open files is 500 (`ulimit -Hn`); 1024 requests want 3136" in errors
+
+
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "h11"])
 def test_without_its_packages_it_says_how_to_get_them(package: str) -> None:
     code = f"import sys; sys.modules[{package!r}] = None; from kvferry.cli.main import main; "

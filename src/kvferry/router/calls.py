@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Awaitable, Iterator
 from typing import TypeVar
 
@@ -17,6 +18,7 @@ __all__ = ["Call", "CallFailedError", "EngineCalls"]
 Result = TypeVar("Result")
 
 MAX_ANSWER_BYTES = 256 << 20
+_OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # which say nothing of the engine
 
 
 class CallFailedError(Exception):
@@ -44,7 +46,8 @@ class Call:
             await self._connection.open(http)
         except (OSError, asyncio.TimeoutError) as error:
             text = self._failure or f"it cannot be reached: {error or 'no answer'}"
-            raise CallFailedError(self._address.key, text, unreachable=self._failure is None) from None
+            ours = self._failure is not None or getattr(error, "errno", None) in _OWN_LIMITS
+            raise CallFailedError(self._address.key, text, unreachable=not ours) from None
         return await self._or_failed(self._connection.ask(http, self._request))
 
     async def chunk(self) -> bytes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 from collections.abc import Callable, Coroutine, Iterator
 
@@ -30,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # longer than clients keep what they do not use, so that they close it
 _TICK_S = 0.05
+_FILES_A_REQUEST, _FILES_BESIDE = 3, 64
 _LAST_WORDS_S = 5.0
 
 
@@ -72,6 +74,7 @@ class Router:
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Answer until `stop`; `ready` is called once it does. Raises ShareError where heartbeats cannot be heard."""
+        _raise_open_files(self.config.max_requests)
         measures = Measures()
         with contextlib.ExitStack() as stack:
             calls = EngineCalls()
@@ -133,6 +136,15 @@ async def _run_all(jobs: list[Coroutine[object, object, None]], until: int) -> N
                 task.result()
     finally:
         await end_tasks(tasks)
+
+
+def _raise_open_files(max_requests: int) -> None:
+    """Of connections a request has three, while the limit that many systems begin with is 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = _FILES_A_REQUEST * max_requests + _FILES_BESIDE
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        _LOG.warning("the limit of open files is %d (`ulimit -Hn`); %d requests want %d", hard, max_requests, wanted)
 
 
 def _listen(address: str) -> socket.socket:
