@@ -18,9 +18,10 @@ from kvferry.p2p.carriers.pushes.outlet import Item, Outlet
 from kvferry.p2p.carriers.pushes.run import Part
 from kvferry.p2p.memory import BlockMemory
 from kvferry.p2p.nccl import NcclSettings
-from kvferry.p2p.signal.messages import Push
+from kvferry.p2p.signal.messages import Go, Push
 
 SLOT = 100
+GO = Go(part_bytes=SLOT)
 MEMORY: Any = BlockMemory(Any, np.arange(1))  # type: ignore[arg-type]
 
 
@@ -115,6 +116,12 @@ class Ends:
     def expect(self, number: int, *sizes: int) -> None:
         self.inlet.expected[number] = Expected(MEMORY, lambda _: (), sizes)
 
+    def go_on(self, outlet: Outlet) -> None:
+        """As long as anything is pushed."""
+        while outlet._pushed:
+            outlet.go(GO)
+            self.slow.end_all()
+
     def all_buffers_are_back(self) -> bool:
         class Other:
             def pump(self) -> None:
@@ -132,8 +139,8 @@ def item(number: int, place: int, nbytes: int = SLOT) -> Item:
     return Item(number, place, MEMORY, (), nbytes)
 
 
-def push(number: int, place: int, nbytes: int, items: int = 1) -> Push:
-    return Push(number=number, item=place, items=items, nbytes=nbytes)
+def push(number: int, place: int, nbytes: int, items: int = 1, part_bytes: int = SLOT) -> Push:
+    return Push(number=number, item=place, items=items, nbytes=nbytes, part_bytes=part_bytes)
 
 
 def test_items_that_follow_each_other_go_as_one_run(ends: Ends) -> None:
@@ -144,8 +151,7 @@ def test_items_that_follow_each_other_go_as_one_run(ends: Ends) -> None:
     ends.outlet.queue.append(item(2, 7, 10))
     ends.outlet.pump()
     assert len(ends.messages) == 2
-    while ends.outlet.go():
-        ends.slow.end_all()
+    ends.go_on(ends.outlet)
     assert ends.messages == [
         push(1, 0, 110, items=3),
         push(1, 3, 5000),
@@ -154,13 +160,14 @@ def test_items_that_follow_each_other_go_as_one_run(ends: Ends) -> None:
         push(2, 7, 10),
     ]
     assert ends.all_buffers_are_back()
-    assert not ends.outlet.go()
+    with pytest.raises(ProtocolError, match="nothing that was pushed"):
+        ends.outlet.go(GO)
 
 
 def test_parts_go_in_their_order_and_as_far_ahead_as_there_are_slots(ends: Ends) -> None:
     ends.outlet.queue.extend([item(1, 0, 250), item(1, 1, 100)])
     ends.outlet.pump()
-    ends.outlet.go()
+    ends.outlet.go(GO)
     parts = []
     while ends.slow.copies or ends.slow.exchanges:
         assert len(ends.slow.copies) + len(ends.slow.exchanges) <= 2
@@ -176,7 +183,7 @@ def test_blocks_are_read_to_the_end_though_the_transfer_has_ended(ends: Ends) ->
     """What the peer was told of comes, as it is; what was only queued does not."""
     ends.outlet.queue.extend([item(5, 0), item(6, 0), item(5, 1)])
     ends.outlet.pump()
-    ends.outlet.go()
+    ends.outlet.go(GO)
     ends.outlet.stop(5)
     assert ends.told.said == []
     assert [each.number for each in ends.outlet.queue] == []
@@ -185,7 +192,7 @@ def test_blocks_are_read_to_the_end_though_the_transfer_has_ended(ends: Ends) ->
     ends.outlet.stop(7)  # of which nothing was ever read
     assert ends.told.said == [("released", 5), ("released", 7)]
     ends.outlet.stop(6)
-    ends.outlet.go()
+    ends.outlet.go(GO)
     ends.slow.end_all()
     assert ends.told.said[-1] == ("released", 6)
     assert ends.all_buffers_are_back()
@@ -194,7 +201,7 @@ def test_blocks_are_read_to_the_end_though_the_transfer_has_ended(ends: Ends) ->
 def test_blocks_are_read_to_the_end_though_the_session_has_ended(ends: Ends) -> None:
     ends.outlet.queue.extend([item(5, 0, 300), item(6, 0), item(7, 0)])
     ends.outlet.pump()
-    ends.outlet.go()
+    ends.outlet.go(GO)
     ends.outlet.end("the session has ended")
     for number in (5, 6, 7):
         ends.outlet.stop(number)
@@ -292,8 +299,8 @@ def test_more_runs_than_a_peer_may_have(ends: Ends) -> None:
 def test_a_failure_ends_all_and_leaves_nothing(ends: Ends, fails: str) -> None:
     ends.outlet.queue.extend([item(1, 0, 300), item(2, 0)])
     ends.outlet.pump()
-    ends.outlet.go()
-    ends.outlet.go()
+    ends.outlet.go(GO)
+    ends.outlet.go(GO)
     if fails == "exchange":
         ends.slow.end_copy()
         ends.slow.end_exchange(NcclPeerError("it is gone"))
@@ -331,9 +338,26 @@ def test_who_waits_for_a_buffer_gets_it_after_the_runs_that_are_agreed_on(ends: 
     other.queue.append(item(2, 0))
     other.pump()
     assert [message.number for message in ends.messages] == [1, 1]
-    while ends.outlet.go():
-        ends.slow.end_all()
+    ends.go_on(ends.outlet)
     assert [message.number for message in ends.messages] == [1, 1, 2]
-    while other.go():
-        ends.slow.end_all()
+    ends.go_on(other)
     assert [message.number for message in ends.messages] == [1, 1, 2, 1, 1]
+
+
+def test_parts_are_as_large_as_the_smaller_slot(ends: Ends) -> None:
+    """Of either side; a peer that wants larger ones is refused."""
+    ends.expect(5, 90)
+    ends.inlet.push(push(5, 0, 90, part_bytes=30))
+    assert ends.messages == [Go(part_bytes=30)]
+    assert len(ends.slow.exchanges) == 2
+    ends.slow.end_all()
+    ends.expect(6, 90)
+    ends.inlet.push(push(6, 0, 90, part_bytes=4 * SLOT))
+    assert ends.messages[1:] == [GO]
+    ends.slow.end_all()
+    ends.outlet.queue.append(item(1, 0, 90))
+    ends.outlet.pump()
+    with pytest.raises(ProtocolError, match="slots have"):
+        ends.outlet.go(Go(part_bytes=SLOT + 1))
+    ends.outlet.go(Go(part_bytes=45))
+    assert [part.nbytes for part, _ in ends.slow.copies] == [45, 45]

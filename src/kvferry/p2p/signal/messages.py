@@ -193,17 +193,26 @@ class NcclNew(Message, frozen=True, kw_only=True):
     max_ctas: Annotated[int, Meta(ge=1, le=128)]
 
 
+PartBytes = Annotated[int, Meta(ge=1 << 16, lt=1 << 50)]
+
+
 class Push(Message, frozen=True, kw_only=True):
-    """A run, ready to be sent behind those that were pushed before: all bytes of `items` items from `item` on."""
+    """A run, ready to be sent behind those that were pushed before: all bytes of `items` items from `item` on.
+
+    It goes in parts of at most `part_bytes`.
+    """
 
     number: Number
     item: Count
     items: Annotated[int, Meta(ge=1, le=MAX_RUN_ITEMS)]
     nbytes: Bytes
+    part_bytes: PartBytes
 
 
 class Go(Message, frozen=True, kw_only=True):
-    """There is a buffer for the first run that has none yet: both sides begin now."""
+    """There is a buffer for the first run that has none yet: both sides begin now, with parts of `part_bytes`."""
+
+    part_bytes: PartBytes
 
 
 class Landed(Message, frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ from kvferry.p2p.memory import BlockMemory, Memory
 from kvferry.p2p.signal.messages import Go, Message, NcclNew, Offer, Push, Ready
 from kvferry.p2p.signal.session import Session
 
+_NO_BYTES = 1 << 16  # in parts of any size
+
 Tell = Callable[[Session, Message], None]
 
 
@@ -43,7 +45,7 @@ class PushCarrier:
         self._by_number[number] = outlet
         total = _bytes_of(session, source, item)
         if not total:
-            self._tell(session, Push(number=number, item=item, items=1, nbytes=0))
+            self._tell(session, Push(number=number, item=item, items=1, nbytes=0, part_bytes=_NO_BYTES))
             return
         if not outlet.queue:  # once all that is ready by now is in the queue, as what follows each other goes together
             self._post(outlet.pump)
@@ -87,8 +89,10 @@ class PushCarrier:
                     inlet.push(message)
             elif not isinstance(message, Go):
                 raise ProtocolError("a communicator of NCCL where there is none")
-            elif not (outlet := self._outlets.get(session)) or not outlet.go():
-                raise ProtocolError("a go for nothing that was pushed")
+            elif (outlet := self._outlets.get(session)) is None:
+                raise ProtocolError("a go where nothing was pushed")
+            else:
+                outlet.go(message)
         except KVFerryError as error:
             self._fail(session, error)
             return False

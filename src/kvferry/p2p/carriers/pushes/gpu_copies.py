@@ -11,7 +11,7 @@ from kvferry.cuda.stream import Stream
 from kvferry.p2p.carriers.pushes.run import Part
 from kvferry.p2p.memory import BlockMemory
 
-_MAX_CTAS = 16  # of gather and scatter: with more of them NCCL's own blocks find no place beside them
+_MAX_CTAS = 64  # of gather and scatter: half of an H200, so that NCCL's own blocks find their place beside them
 # Enough for every run: to allocate another waits for what runs on the GPU, which may itself wait for a peer.
 _TABLE_BYTES = 4 << 20
 

@@ -39,7 +39,7 @@ class Expected:
         if sum(sizes) != push.nbytes:
             raise ProtocolError(f"{push.nbytes} bytes of items {items}, which have {sizes}")
         self.to_come.difference_update(items)
-        return Run(push.number, push.item, self.memory, tuple(map(self.pieces, items)), sizes)
+        return Run(push.number, push.item, self.memory, tuple(map(self.pieces, items)), sizes, push.part_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +79,7 @@ class Inlet:
         """The peer has something ready. Raises ProtocolError where it was not to come."""
         wanted = self.expected.get(message.number)
         if wanted is None:  # stopped meanwhile: it still comes, and is dropped
-            run = Run(message.number, message.item, None, (), (message.nbytes,), wanted=False)
+            run = Run(message.number, message.item, None, (), (message.nbytes,), message.part_bytes, wanted=False)
         else:
             run = wanted.run(message)
             if not wanted.to_come:
@@ -105,9 +105,11 @@ class Inlet:
                     return
             elif self._begun and (self.buffers.are_waited_for or self._is_full):
                 return
+            run = self._pushes.popleft()
+            run.part_bytes = min(run.part_bytes, self._buffer.slot_bytes)
             self._begun += 1
-            self.lane.call(partial(self._pipe.start, self._pushes.popleft(), self._buffer))
-            self.tell(Go())
+            self.lane.call(partial(self._pipe.start, run, self._buffer))
+            self.tell(Go(part_bytes=run.part_bytes))
 
     @property
     def _is_full(self) -> bool:

@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvferry.errors import NcclStuckError, TransferError
+from kvferry.errors import NcclStuckError, ProtocolError, TransferError
 from kvferry.p2p.carriers.pushes.buffers import Buffer, Buffers
 from kvferry.p2p.carriers.pushes.lane import Lane
 from kvferry.p2p.carriers.pushes.pipes import SendPipe
 from kvferry.p2p.carriers.pushes.run import Run
 from kvferry.p2p.geometry import Piece
 from kvferry.p2p.memory import Memory
-from kvferry.p2p.signal.messages import MAX_RUN_ITEMS, Message, Push
+from kvferry.p2p.signal.messages import MAX_RUN_ITEMS, Go, Message, Push
 
 MAX_AHEAD = 2  # runs that are agreed on: the next begins where one ends
-_SLOTS_A_RUN = 16
+_SLOTS_A_RUN = 8
 _MAX_PIECES = 32_768  # of a run of several items: what the copy reads of them has its limits
 
 Post = Callable[[Callable[[], None]], None]
@@ -76,10 +76,12 @@ class Outlet:
                     return
             elif agreed >= MAX_AHEAD or (agreed and self.buffers.are_waited_for):
                 return
-            run = self._next_run(_SLOTS_A_RUN * self._buffer.slot_bytes)
+            part_bytes = self._buffer.slot_bytes
+            run = self._next_run(_SLOTS_A_RUN * part_bytes)
             self.reading[run.number] += 1
             self._pushed.append(run)
-            self.tell(Push(number=run.number, item=run.item, items=len(run.sizes), nbytes=run.nbytes))
+            items = len(run.sizes)
+            self.tell(Push(number=run.number, item=run.item, items=items, nbytes=run.nbytes, part_bytes=part_bytes))
 
     def _next_run(self, max_bytes: int) -> Run:
         first = self.queue.popleft()
@@ -104,15 +106,16 @@ class Outlet:
         self._stopping.add(number)
         self._look(number)
 
-    def go(self) -> bool:
-        """The peer is ready for the first run that was pushed; False where there is none."""
-        if not self._pushed or self.lane is None:
-            return False
-        assert self._pipe is not None
-        assert self._buffer is not None
+    def go(self, message: Go) -> None:
+        """The peer is ready for the first run that was pushed. Raises ProtocolError where that cannot be."""
+        if self.lane is None or self._pipe is None or self._buffer is None or not self._pushed:
+            raise ProtocolError("a go for nothing that was pushed")
+        if message.part_bytes > self._buffer.slot_bytes:
+            raise ProtocolError(f"a go for parts of {message.part_bytes} bytes, slots have {self._buffer.slot_bytes}")
+        run = self._pushed.popleft()
+        run.part_bytes = message.part_bytes
         self._begun += 1
-        self.lane.call(partial(self._pipe.start, self._pushed.popleft(), self._buffer))
-        return True
+        self.lane.call(partial(self._pipe.start, run, self._buffer))
 
     def end(self, why: str) -> None:
         """The session has ended: begin nothing more. What runs is waited for; stops are still answered."""

@@ -95,8 +95,7 @@ class Pipe(ABC):
     def _go_on(self) -> None:
         while self._error is None and self._to_begin and self._free:
             run, begin = self._to_begin[0], self._begun_bytes
-            assert self._buffer is not None
-            part = Part(run, begin, min(begin + self._buffer.slot_bytes, run.nbytes))
+            part = Part(run, begin, min(begin + run.part_bytes, run.nbytes))
             self._begun_bytes = part.end
             if part.is_last:
                 self._to_begin.popleft()

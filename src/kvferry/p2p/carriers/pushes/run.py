@@ -30,6 +30,7 @@ class Run:
     memory: Memory | None
     pieces: tuple[tuple[Piece, ...], ...]
     sizes: tuple[int, ...]
+    part_bytes: int = 0  # what both sides have agreed on
     wanted: bool = True
 
     @cached_property
