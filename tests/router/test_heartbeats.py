@@ -123,6 +123,19 @@ def test_an_engine_whose_server_hangs_is_given_up_while_it_says_that_it_is_there
     router.await_engines(0, 2)
 
 
+def test_an_engine_at_the_routers_own_address_is_no_loop(fleet: Fleet) -> None:
+    """Such as one that was told the router's port for its own; each try at it would be three more."""
+    decode, router = fleet.engine("d"), fleet.router("--heartbeat", ":0")
+    own = {**_beat_of(decode), "http_address": router.url.removeprefix("http://")}
+    decode.tell(beat={"address": router.heartbeat, "maps": [own, _beat_of(decode)]})
+    router.await_engines(0, 2)
+    assert [router.post().json()["engine"] for _ in range(4)] == ["d"] * 4
+    assert len(decode.seen()) == 4
+    router.await_measure("requests_going_on", 0)
+    router.await_measure('requests_total{outcome="answered"}', 4)
+    assert "an engine has said its own address wrongly" in router.log.read_text()
+
+
 def _beat_of(engine: Engine) -> dict[str, object]:
     return {"type": "D", "http_address": engine.http, "zmq_address": engine.kv, "kvferry": 1}
 

@@ -111,6 +111,12 @@ class Exchange:
         """The client's request, or how it ended already."""
         limit_bytes, path = self._front.config.max_body_bytes, self._scope["path"]
         limit_s = min(BODY_S, self._front.config.request_timeout_s)
+        headers = list(self._scope["headers"])
+        if any(name == b"via" and self._front.via in value for name, value in headers):
+            await self._writer.error(
+                508, "this is the router that asks: an engine has said its own address wrongly", code="loop"
+            )
+            return Outcome.REFUSED
         try:
             body = await asyncio.wait_for(read_body(self._scope, self._receive, limit_bytes), limit_s)
             ask = read_ask(body, is_chat=path == CHAT_PATH)
@@ -124,8 +130,7 @@ class Exchange:
         except BadRequestError as error:
             await self._writer.error(400, str(error), code="invalid_request", param=error.param)
         else:
-            headers = list(self._scope["headers"])
-            return Request(path, headers, clean_request_id(headers), ask)
+            return Request(path, [*headers, (b"via", self._front.via)], clean_request_id(headers), ask)
         return Outcome.REFUSED
 
     async def _answer(self, request: Request) -> Outcome:
