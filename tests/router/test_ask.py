@@ -181,8 +181,9 @@ def test_any_bytes_are_a_request_or_refused(body: bytes) -> None:
         ({"prompt_logprobs": 0}, True),
     ],
 )
-def test_who_wants_something_of_each_token_of_the_prompt(fields: dict[str, Any], wanted: bool) -> None:
+def test_whose_prompt_the_decode_engine_computes(fields: dict[str, Any], wanted: bool) -> None:
     assert ask(**fields).wants_prompt is wanted
+    assert ask(**fields, prompt="", prompt_embeds="abc").wants_prompt
 
 
 def test_prompts_that_begin_alike_have_pieces_in_common_in_any_form() -> None:

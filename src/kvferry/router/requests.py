@@ -37,7 +37,7 @@ class Ask:
     """One request: its fields, and how its prompt begins.
 
     `wants_prompt`: the answer has something of every token of the prompt, which only an engine that computes all of it
-    can give.
+    can give; or the prompt is of embeddings, which connectors do not hand over.
     """
 
     fields: dict[str, Any]
@@ -52,7 +52,7 @@ class Ask:
     def wants_prompt(self) -> bool:
         fields = self.fields
         echoes = bool(fields.get("echo")) and fields.get("logprobs") is not None
-        return echoes or fields.get("prompt_logprobs") is not None
+        return echoes or fields.get("prompt_logprobs") is not None or bool(fields.get("prompt_embeds"))
 
 
 def read_ask(body: bytes, *, is_chat: bool) -> Ask:
