@@ -228,12 +228,13 @@ def complete(
         if not stream:
             found: list[int] = json.loads(reply.read())["choices"][0]["token_ids"]
             return found, time.monotonic() - began
-        found, first = [], 0.0
+        found, first, text = [], 0.0, b""
         for line in reply:
             first = first or time.monotonic() - began
-            text = line.strip().removeprefix(b"data: ")
-            if text and text != b"[DONE]":
+            text = line.strip().removeprefix(b"data: ") or text
+            if line.strip() and text != b"[DONE]":
                 event = json.loads(text)
                 assert "error" not in event, event
                 found += event["choices"][0]["token_ids"] if event["choices"] else []
+        assert text == b"[DONE]", "the stream was cut off"
         return found, first
