@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import os
-import signal
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-
-from serving.process import eventually
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 PAGE = 4
@@ -83,13 +78,6 @@ def hashes(text: str, count: int) -> list[str]:
 
 def data(keys: list[str]) -> bytes:
     return b"".join(map(bytes.fromhex, keys))
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP, and wait until all threads have stopped: the others go on until the one that gets it has its turn."""
-    os.kill(pid, signal.SIGSTOP)
-    tasks = Path(f"/proc/{pid}/task")
-    eventually(lambda: all(path.read_text().rpartition(")")[2].split()[0] == "T" for path in tasks.glob("*/stat")), 30)
 
 
 class HiCacheStorage:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from connectors.sglang_doubles import DIM, HEADS, LAYERS, PAGE, PoolName, PoolTransfer, hashes, indices, install, stop
+from connectors.sglang_doubles import DIM, HEADS, LAYERS, PAGE, PoolName, PoolTransfer, hashes, indices, install
 from kvferry.errors import LayoutError
 from kvferry.ipc import allocate_shared
-from serving.process import Stage, eventually
+from serving.process import Stage, eventually, freeze
 
 PAGES = 16
 KEYS = hashes("x", 6)
@@ -254,7 +254,7 @@ def test_a_stopped_server_holds_a_load_until_it_goes_on(stage: Stage, make: Call
     offload(first, KEYS, *range(6))
     first.lookup("r", kv(KEYS))
     first.load("r", kv(KEYS, *range(8, 14)))
-    stop(stage.server.pid)
+    freeze(stage.server.pid)
     ended: list[bool] = []
     index = first.start_layer_wise_loading()
     waiting = threading.Thread(target=lambda: ended.append(first.finish_layer_wise_loading(index)))
@@ -273,7 +273,7 @@ def test_a_stopped_server_holds_a_load_until_it_goes_on(stage: Stage, make: Call
 def test_a_stopped_server_costs_lookups_a_moment_once(stage: Stage, make: Callable[..., Any]) -> None:
     first = make(pause_s=30.0)
     offload(first, KEYS, *range(6))
-    stop(stage.server.pid)
+    freeze(stage.server.pid)
     try:
         assert first.lookup("r", kv(KEYS)) == []
         asked = time.monotonic()
@@ -287,7 +287,7 @@ def test_a_stopped_server_gets_a_part_of_the_device_at_most(stage: Stage, make: 
     """What it was told of stays locked until it goes on; the rest is given back."""
     first = make(load_timeout_s=1.0)
     prompts = [hashes(f"p{number}", 1) for number in range(6)]
-    stop(stage.server.pid)
+    freeze(stage.server.pid)
     try:
         for number, keys in enumerate(prompts):
             assert first.offload(kv(keys, number))

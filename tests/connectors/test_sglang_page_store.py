@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from connectors.sglang_doubles import LAYOUTS, PAGE, data, hashes, host_pool, stop
+from connectors.sglang_doubles import LAYOUTS, PAGE, data, hashes, host_pool
 from kvferry.client import CacheClient
 from kvferry.connectors.sglang.host_pool import HostPages, host_pages
 from kvferry.connectors.sglang.page_store import PageStore
 from kvferry.connectors.sglang.questions import Questions
 from kvferry.connectors.sglang.staging import Staging
 from kvferry.errors import LayoutError
-from serving.process import Stage, eventually
+from serving.process import Stage, eventually, freeze
 
 TIMEOUT_S = 2.0
 
@@ -166,7 +166,7 @@ def test_a_stopped_server_is_waited_for_once_and_touches_no_page_later(stage: St
     retrieve = first.client.retrieve
 
     def stop_first(*args: object, **options: object) -> object:
-        stop(stage.server.pid)
+        freeze(stage.server.pid)
         return retrieve(*args, **options)  # type: ignore[arg-type]
 
     first.client.retrieve = stop_first  # type: ignore[method-assign, assignment]
@@ -195,7 +195,7 @@ def test_a_store_that_is_late_never_keeps_other_bytes(stage: Stage, rank: Callab
     store = first.client.store
 
     def stop_first(*args: object, **options: object) -> object:
-        stop(stage.server.pid)
+        freeze(stage.server.pid)
         return store(*args, **options)  # type: ignore[arg-type]
 
     first.client.store = stop_first  # type: ignore[method-assign, assignment]

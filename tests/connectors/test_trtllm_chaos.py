@@ -9,9 +9,9 @@ import pytest
 
 from doubles.trt_blocks import PoolShape
 from doubles.trt_executor import EngineDead, FakeTrtExecutor
-from doubles.trt_fixtures import Start, freeze, thaw, wait_for_memory
+from doubles.trt_fixtures import Start, thaw, wait_for_memory
 from doubles.trt_requests import Request, Setup, State
-from serving.process import Stage, eventually
+from serving.process import Stage, eventually, freeze
 
 PROMPT = list(range(1000, 1200))
 ALIVE = (State.WAITING, State.CONTEXT, State.GENERATION)

@@ -13,11 +13,11 @@ import pytest
 from doubles import trt_mutants
 from doubles.trt_blocks import PoolShape, RuleBroken, WrongKV
 from doubles.trt_executor import EngineDead, FakeTrtExecutor
-from doubles.trt_fixtures import Start, freeze, thaw, wait_for_memory
+from doubles.trt_fixtures import Start, thaw, wait_for_memory
 from doubles.trt_mutants import Pair
 from doubles.trt_requests import Setup, State
 from kvferry.errors import KVFerryError, RequestError
-from serving.process import Stage
+from serving.process import Stage, freeze
 
 PROMPT = list(range(1000, 1200))
 KEEPS_NOTHING = Setup(keeps=False)

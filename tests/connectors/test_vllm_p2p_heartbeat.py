@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,3 +65,18 @@ def test_an_engine_of_both_roles_says_both(router: zmq.Socket[bytes]) -> None:
 @pytest.mark.parametrize("proxy", ["127.0.0.1:9", "no.such.host.invalid:1", "[::1]:9"])
 def test_a_router_that_is_not_there_holds_up_nothing(proxy: str) -> None:
     Heartbeat(proxy, Presence(["P"], "h:1", ["h:2"]), every_s=0.01).close()
+
+
+def test_a_router_that_comes_late_hears_of_now_and_soon() -> None:
+    """Signed ones are of no use when they are old."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        router.unbind(f"tcp://127.0.0.1:{port}")
+        beat = Heartbeat(f"127.0.0.1:{port}", Presence(["P"], "h:1", ["h:2"]), secret=b"s" * 16, every_s=600)
+        time.sleep(0.5)
+        came_at = time.time()
+        router.bind(f"tcp://127.0.0.1:{port}")
+        told = msgspec.msgpack.decode(heard(router)["signed"])
+        beat.close()
+    assert told["sent_at"] >= came_at

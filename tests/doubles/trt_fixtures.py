@@ -39,12 +39,6 @@ def write_model(folder: Path, **changes: Any) -> str:
     return str(folder)
 
 
-def freeze(pid: int) -> None:
-    """Stop a process, and return when it has stopped."""
-    os.kill(pid, signal.SIGSTOP)
-    eventually(lambda: Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T")
-
-
 def thaw(pid: int) -> None:
     os.kill(pid, signal.SIGCONT)
 

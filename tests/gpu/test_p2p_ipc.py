@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from p2p.sides import BIG, BLOCKS, FEW, Sides, address_of, begin, check_carrier, send_and_check
-from serving.process import Zygote, eventually
+from serving.process import Zygote, eventually, freeze
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
@@ -129,7 +129,7 @@ def test_a_reader_that_stops_while_its_lease_runs_out(sides: Sides, gpus: tuple[
     sender.call("send", name="t", blocks=BLOCKS, to=address_of(reader), layer_wise=True)
     sender.call("layer_ready", name="t", layer=0)
     reader.call("wait_layer", name="t", layer=0)
-    os.kill(reader.pid, signal.SIGSTOP)
+    freeze(reader.pid)
     for layer in (1, 2, 3):
         sender.call("layer_ready", name="t", layer=layer)
     eventually(lambda: sender.call("stats")["stats"]["blocks_kept_beyond_lease"] == 1, 20)

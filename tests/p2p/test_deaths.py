@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from p2p.sides import BIG, BLOCKS, FEW, Sides, address_of, begin, check_carrier, send_and_check
-from serving.process import Side, eventually
+from serving.process import Side, eventually, freeze
 
 BACK_S = 10.0  # 0.5 s are promised; this machine may be busy with other things
 
@@ -91,7 +91,7 @@ def test_a_receiver_that_stops_while_its_lease_runs_out(sides: Sides) -> None:
     sender = sides.start(caches={**BIG, "seed": 1}, lease_s=4.0, heartbeat_s=20)
     receiver = sides.start(caches={**BIG, "seed": 2}, heartbeat_s=20)
     begin(sender, receiver, "t")
-    os.kill(receiver.pid, signal.SIGSTOP)
+    freeze(receiver.pid)
     sender.answer()
     code = sender.call("wait", what="send t", within_s=20)["code"]
     assert code in ("expired", None)
@@ -109,7 +109,7 @@ def test_a_peer_that_stops_for_good(sides: Sides) -> None:
     middle.answer()
     begin(stopped, middle, "in")
     stopped.answer()
-    os.kill(stopped.pid, signal.SIGSTOP)
+    freeze(stopped.pid)
     assert middle.call("wait", what="send out", within_s=20)["code"] in ("peer_gone", None)
     assert middle.call("wait", what="receive in", within_s=20)["code"] in ("peer_gone", None)
     send_and_check(middle, bystander, "next")
@@ -131,7 +131,7 @@ def test_paused_for_two_seconds(sides: Sides) -> None:
     sender = sides.start(caches={**BIG, "seed": 1})
     receiver = sides.start(caches={**BIG, "seed": 2})
     send_and_check(sender, receiver, "first")
-    os.kill(receiver.pid, signal.SIGSTOP)
+    freeze(receiver.pid)
     sender.call("send", name="t", blocks=BLOCKS, to=address_of_stopped(sender))
     time.sleep(2)
     assert not sender.call("done", what="send t")["done"]

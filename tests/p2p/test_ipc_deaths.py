@@ -7,7 +7,7 @@ import signal
 import time
 
 from p2p.sides import BIG, BLOCKS, Sides, address_of, begin, check_carrier, send_and_check
-from serving.process import Side, eventually
+from serving.process import Side, eventually, freeze
 
 SHARED = {**BIG, "shared": True}
 BACK_S = 10.0  # 0.5 s are promised; this machine may be busy with other things
@@ -23,7 +23,7 @@ def stopped_reader(sides: Sides, *, lease_s: float, heartbeat_s: float) -> tuple
     reader.call("wait_layer", name="t", layer=0)
     check_carrier(sender, "ipc")
     before = reader.call("digest", blocks=BLOCKS)
-    os.kill(reader.pid, signal.SIGSTOP)
+    freeze(reader.pid)
     for layer in (1, 2, 3):
         sender.call("layer_ready", name="t", layer=layer)
     return sender, reader, before

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 
 from doubles.nccl_double import build
 from p2p.sides import FEW, Sides, address_of, send_and_check
-from serving.process import Side, eventually
+from serving.process import Side, eventually, freeze
 
 SMALL = {"num_blocks": 32, "num_layers": 3}
 
@@ -85,7 +83,7 @@ def test_killed_in_mid_transfer(sides: Sides, library: str, dies: str) -> None:
         sender.call("send", name=f"t{turn}", blocks=FEW, to=address_of(receiver), layer_wise=True)
         sender.call("layer_ready", name=f"t{turn}", layer=0)
         receiver.call("wait_layer", name=f"t{turn}", layer=0)
-        os.kill(receiver.pid if dies == "receiver" else sender.pid, signal.SIGSTOP)
+        freeze(receiver.pid if dies == "receiver" else sender.pid)
         if dies == "receiver":
             sender.call("layer_ready", name=f"t{turn}", layer=1)
         victim.kill()

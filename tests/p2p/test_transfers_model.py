@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvferry.errors import TransferError
 from kvferry.p2p.transfers.outgoing import State
 from kvferry.p2p.transfers.records import InKey
-from p2p.transfer_world import BLOCKS, ITEMS, LEASE_S, ROOM, Room, Wanted, World
+from p2p.transfer_world import BLOCKS, ITEMS, LEASE_S, ROOM, ReadingWorld, Room, Wanted, World
 
 
 class TransfersMachine(RuleBasedStateMachine):
@@ -22,9 +22,11 @@ class TransfersMachine(RuleBasedStateMachine):
     ids = st.sampled_from(("a", "b", "c"))
     picks = st.integers(0, 1000)
 
+    make_world: type[World] = World
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.world = self.make_world()
 
     @rule(name=ids, nbytes=st.sampled_from((3, 10, 20, 33, 40)), keep=st.booleans(), ready=st.booleans())
     def send(self, name: str, nbytes: int, keep: bool, ready: bool) -> None:
@@ -104,7 +106,16 @@ class TransfersMachine(RuleBasedStateMachine):
         self.world.lose_session()
         while self.world.sender_stops:
             self.world.stop_sender()
-        assert all(sent.outcomes for sent in told)
+        read = set(self.world.reading)
+        assert all(sent.outcomes for sent in told if sent.number not in read)
+
+    @precondition(lambda self: self.world.reads)
+    @rule()
+    def read_no_more(self) -> None:
+        self.world.read_no_more()
+        while self.world.sender_stops:
+            self.world.stop_sender()
+        assert set(self.world.reading.values()) <= {self.world.session}
 
     @rule(seconds=st.sampled_from((0.1, 1.0, 6.0)))
     def pass_time(self, seconds: float) -> None:
@@ -164,5 +175,26 @@ class TransfersMachine(RuleBasedStateMachine):
         assert self.world.out.tick(self.world.now) == self.world.into.tick(self.world.now) == math.inf
 
 
+class ReadTransfersMachine(TransfersMachine):
+    """The same where the receiver reads the source."""
+
+    make_world = ReadingWorld
+
+
 TestTransfers = TransfersMachine.TestCase
 TestTransfers.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestReadTransfers = ReadTransfersMachine.TestCase
+TestReadTransfers.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_what_the_peer_reads_already_is_kept_until_it_has_stopped() -> None:
+    """It was offered with items that were there, and given up before the peer's answer had come."""
+    world = ReadingWorld()
+    sent = world.send("a", 10, keep=False, ready=True)
+    world.hear_sender()
+    assert len(world.flying) == ITEMS
+    world.out.cancel(sent.number, world.now, TransferError("cancelled", "!"))
+    assert not sent.outcomes
+    world.settle()
+    assert [error.code for error in sent.outcomes if error] == ["cancelled"]
+    assert not world.flying

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvferry.p2p.signal.messages import (
     Message,
     NoSuch,
     Offer,
+    Ready,
     Reject,
     Stopped,
     Withdraw,
@@ -67,6 +69,8 @@ class Room:
 class World:
     """Both sides, one session at a time. Nothing happens by itself."""
 
+    reads = False  # whether it is the receiver that reads the source
+
     def __init__(self) -> None:
         self.now = 0.0
         self.session = 1
@@ -75,6 +79,8 @@ class World:
         self.flying: list[tuple[int, int, int]] = []  # session, number, item: what the carrier reads
         self.sender_stops: list[int] = []
         self.receiver_stops: list[tuple[int, int]] = []
+        self.reading: dict[int, int] = {}  # by number: the session over which the receiver may read it
+        self.stopping: set[int] = set()  # of these, those that are to be released
         self.landing: dict[tuple[int, int], Any] = {}
         self.copies: list[tuple[InKey, Room, Wanted, int]] = []
         self.skipped: dict[int, int] = {}  # by number: blocks that the sender leaves out
@@ -157,6 +163,9 @@ class World:
         match message:
             case Offer():
                 self.into.offered(session, message, self.now)
+            case Ready():
+                if (session, message.number) in self.landing:
+                    self.flying += [(session, message.number, item) for item in message.items]
             case End():
                 self.into.ended(session, message, self.now)
             case NoSuch():
@@ -188,7 +197,8 @@ class World:
         session, number, item = self.flying.pop(index % len(self.flying))
         destination = self.landing.get((session, number))
         if destination is not None:
-            destination.content[item] = number, self.skipped.get(number, 0)
+            wanted_from = destination.skip_blocks if isinstance(destination, Wanted) else 0
+            destination.content[item] = number, wanted_from if self.reads else self.skipped.get(number, 0)
             if len(destination.content) == ITEMS:
                 del self.landing[session, number]
             self.into.item_landed(session, number, [item], self.now)
@@ -201,6 +211,8 @@ class World:
     def stop_receiver(self) -> None:
         session, number = self.receiver_stops.pop(0)
         self.landing.pop((session, number), None)
+        if self.reads:
+            self.flying = [flight for flight in self.flying if flight[:2] != (session, number)]
         self.into.landing_stopped(session, number, self.now)
 
     def copy(self) -> None:
@@ -216,6 +228,18 @@ class World:
         self.to_sender.clear()
         self.out.session_lost(lost, PeerGoneError("peer_gone", "gone"))
         self.into.session_lost(lost, PeerGoneError("peer_gone", "gone"), self.now)
+
+    def read_no_more(self) -> None:
+        """The receiver has ended with all that it read over the sessions that there were before."""
+        self.flying = [flight for flight in self.flying if flight[0] == self.session]
+        for number in [number for number, session in self.reading.items() if session != self.session]:
+            self.peer_stopped(number)
+
+    def peer_stopped(self, number: int) -> None:
+        self.reading.pop(number, None)
+        if number in self.stopping:
+            self.stopping.discard(number)
+            self.sender_stops.append(number)
 
     def of_this_session(self) -> list[Outgoing]:
         """What has been offered over the session that there is."""
@@ -241,9 +265,17 @@ class World:
                 self.stop_receiver()
             elif self.copies:
                 self.copy()
+            elif set(self.reading.values()) - {self.session}:
+                self.read_no_more()
             else:
                 return
         raise AssertionError("it never ends")
+
+
+class ReadingWorld(World):
+    """The receiver reads the source by itself; it is released when the receiver says so, or has ended."""
+
+    reads = True
 
 
 class _Sender:
@@ -257,19 +289,32 @@ class _Sender:
         self._world.tell_receiver(session, message)
 
     def skip_blocks(self, number: int, skip_blocks: int) -> None:
-        assert not any(flight[1] == number for flight in self._world.flying)
+        if not self._world.reads:
+            assert not any(flight[1] == number for flight in self._world.flying)
         self._world.skipped[number] = skip_blocks
 
     def start_item(self, session: Any, number: int, item: int) -> None:
         assert not self._world.sent[number].outcomes
-        if session == self._world.session:
+        if self._world.reads:
+            self._world.reading[number] = session
+            self.tell(session, Ready(number=number, items=(item,)))
+        elif session == self._world.session:
             self._world.flying.append((session, number, item))
 
+    def start_with_offer(self, session: Any, number: int, items: Sequence[int]) -> Sequence[int]:
+        if not (self._world.reads and items):
+            return ()
+        self._world.reading[number] = session
+        return items
+
     def stop_source(self, session: Any, number: int) -> None:
-        self._world.sender_stops.append(number)
+        if number in self._world.reading:
+            self._world.stopping.add(number)
+        else:
+            self._world.sender_stops.append(number)
 
     def peer_stopped(self, session: Any, number: int) -> None:
-        pass
+        self._world.peer_stopped(number)
 
 
 class _Receiver:
@@ -304,6 +349,7 @@ class _Receiver:
         assert offer.num_blocks == sent
         if session == self._world.session:
             self._world.landing[session, offer.number] = destination
+            self._world.flying += [(session, offer.number, item) for item in offer.ready]
 
     def stop_landing(self, session: Any, number: int) -> None:
         self._world.receiver_stops.append((session, number))

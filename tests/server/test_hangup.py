@@ -23,7 +23,7 @@ from kvferry.server import CacheServer, ServerConfig
 from kvferry.server.engines import EngineTable, Geometry
 from kvferry.server.net.patience import Patience
 from serving.engine_side import BLOCK_SIZE, CHUNK_BLOCKS, CHUNK_TOKENS, prompt
-from serving.process import Side, Stage, eventually
+from serving.process import Side, Stage, eventually, freeze
 from serving.raw import Raw
 
 TOKENS = prompt(1, 8 * CHUNK_TOKENS)
@@ -47,7 +47,7 @@ def _all_stopped(pid: int) -> bool:
 @contextlib.contextmanager
 def frozen(server: Side) -> Iterator[None]:
     """The signal returns before all threads have stopped; the body begins only then."""
-    os.kill(server.pid, signal.SIGSTOP)
+    freeze(server.pid)
     try:
         eventually(lambda: _all_stopped(server.pid))
         yield
@@ -91,7 +91,7 @@ def test_a_killed_server_ends_all_jobs_and_calls_at_once(stage: Stage) -> None:
         eventually(lambda: client.stats()["memory_bytes"] > 0)
         client.store(TOKENS, BLOCKS).wait(10)
         lease = client.lookup("r", TOKENS).lease_id
-        os.kill(stage.server.pid, signal.SIGSTOP)
+        freeze(stage.server.pid)
         eventually(lambda: _all_stopped(stage.server.pid))
         jobs: list[Any] = [client.retrieve(lease, BLOCKS), client.store(prompt(3, CHUNK_TOKENS), [0, 1, 2, 3])]
         started = time.monotonic()

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from serving.engine_side import CHUNK_TOKENS
-from serving.process import Side, Stage, Zygote, eventually
+from serving.process import Side, Stage, Zygote, eventually, freeze
 
 BLOCKS = [7, 3, 11, 0, 5, 1, 2, 4, 9, 8, 6, 10]
 OTHERS = list(range(40, 52))
@@ -42,13 +40,6 @@ def kill(server: Side) -> None:
     eventually(lambda: not server.alive)  # until then it answers at its socket
 
 
-def freeze(server: Side) -> None:
-    """The signal returns before all threads have stopped."""
-    os.kill(server.pid, signal.SIGSTOP)
-    stats = [path / "stat" for path in Path(f"/proc/{server.pid}/task").iterdir()]
-    eventually(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats))
-
-
 def test_killed_between_a_store_and_its_reply(stage: Stage) -> None:
     """S4."""
     engine = stage.engine()
@@ -56,7 +47,7 @@ def test_killed_between_a_store_and_its_reply(stage: Stage) -> None:
     store_and_hit(engine, 1)
     lease = engine.call("lookup", seed=1, num_tokens=TOKENS)["lease"]
     before = engine.call("connected")["incarnation"]
-    freeze(stage.server)
+    freeze(stage.server.pid)
     engine.call("store", seed=2, num_tokens=TOKENS, blocks=BLOCKS, wait=False)
     kill(stage.server)
     assert "no connection" in engine.call("job")["error"]

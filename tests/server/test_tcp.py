@@ -22,7 +22,7 @@ from kvferry.protocol.messages import Error, FdBatch, Ping, Pong, Register
 from kvferry.server import CacheServer
 from kvferry.server.net.listener import TcpListener
 from serving.engine_side import CHUNK_TOKENS
-from serving.process import SideError, Zygote, eventually
+from serving.process import SideError, Zygote, eventually, freeze
 from serving.tcp import TcpStage, tcp_stage
 from serving.tokens import TOKENS, text_of, token_file, token_server, welcomed
 
@@ -87,7 +87,7 @@ def test_silence_is_a_death_and_heartbeats_are_a_life(zygote: Zygote, tmp_path: 
         gpus.stage.wait_for_memory(quiet)
         stopped = gpus.engine(register={"engine_id": "stopped"}, device="double")
         assert gpus.mapped() == 4
-        os.kill(stopped.pid, signal.SIGSTOP)
+        freeze(stopped.pid)
         try:
             eventually(lambda: gpus.mapped() == 2, 10)
             # The other one had nothing to say either, for as long.

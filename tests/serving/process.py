@@ -92,6 +92,13 @@ class Side:
         return sorted(int(line.split()[4]) for line in lines if "memfd:kvferry" in line)
 
 
+def freeze(pid: int) -> None:
+    """SIGSTOP, and wait until all threads have stopped: the others go on until the one that gets it has its turn."""
+    os.kill(pid, signal.SIGSTOP)
+    stats = Path(f"/proc/{pid}/task").glob
+    eventually(lambda: {path.read_text().rpartition(")")[2].split()[0] for path in stats("*/stat")} == {"T"}, 30)
+
+
 class Zygote:
     """Forks sides. Close it last."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -220,6 +220,9 @@ class Core:
     def start_item(self, session: Any, number: int, item: int) -> None:
         self.carriers[session.carrier].start_item(session, number, item, self._sources[number])
 
+    def start_with_offer(self, session: Any, number: int, items: Sequence[int]) -> Sequence[int]:
+        return self.carriers[session.carrier].start_with_offer(session, number, items, self._sources[number])
+
     def stop_source(self, session: Any, number: int) -> None:
         self.carriers[session.carrier].stop_source(session, number)
 
@@ -250,7 +253,10 @@ class Core:
 
     def expect(self, session: Any, offer: Offer, destination: Any) -> None:
         memory = destination.memory if isinstance(destination, Place) else destination
-        self.carriers[session.carrier].expect(session, offer, memory)
+        carrier = self.carriers[session.carrier]
+        carrier.expect(session, offer, memory)
+        if offer.ready:
+            carrier.ready(session, Ready(number=offer.number, items=offer.ready))
 
     def stop_landing(self, session: Any, number: int) -> None:
         self.carriers[session.carrier].stop_landing(session, number)

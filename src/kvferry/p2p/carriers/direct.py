@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from kvferry.p2p.carriers.base import CarrierEvents
@@ -29,6 +30,10 @@ class DirectCarrier:
         """Queue it; frames of several items take turns."""
         runs = source.runs(item, _pieces(session, source, item))
         self._links.use(session, lambda link: link.send(number, item, runs))
+
+    def start_with_offer(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
+        """Nothing: the peer does not read the source."""
+        return ()
 
     def stop_source(self, session: Session, number: int) -> None:
         """What the socket has not taken yet of a frame goes out from a copy."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvferry.p2p.carriers.base import Carrier, CarrierEvents
 from kvferry.p2p.carriers.direct import DirectCarrier
 from kvferry.p2p.carriers.links import Links
@@ -29,6 +31,9 @@ class HostCarrier:
 
     def start_item(self, session: Session, number: int, item: int, source: Memory) -> None:
         self._of(session).start_item(session, number, item, source)
+
+    def start_with_offer(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
+        return self._of(session).start_with_offer(session, number, items, source)
 
     def stop_source(self, session: Session, number: int) -> None:
         self._of(session).stop_source(session, number)

@@ -141,6 +141,7 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=32)]
 
 
+Items = Annotated[tuple[Count, ...], Meta(max_length=4096)]
 Tag = Annotated[bytes, Meta(max_length=MAX_TAG_BYTES)]
 
 
@@ -148,8 +149,8 @@ class Offer(Message, frozen=True, kw_only=True):
     """A transfer that the sender has ready: a `tensor`, or `num_blocks` blocks of all layers.
 
     `item_bytes` are those of the tensor, or of each layer. `part` is the sender's, where several ranks send under one
-    id. `block_ids` are the sender's, where the receiver reads them itself. `tag` says what the KV is of: that of the
-    claim has to be the same.
+    id. `block_ids` are the sender's, where the receiver reads them itself, and may read the items that are `ready` from
+    when it has a place for them. `tag` says what the KV is of: that of the claim has to be the same.
     """
 
     number: Number
@@ -160,6 +161,7 @@ class Offer(Message, frozen=True, kw_only=True):
     tensor: TensorMeta | None = None
     num_blocks: Count = 0
     block_ids: BlockIds = b""
+    ready: Items = ()
     tag: Tag = b""
 
     def without(self, skip_blocks: int) -> Offer:
@@ -183,7 +185,7 @@ class Ready(Message, frozen=True, kw_only=True):
     """The source bytes of some items are there, for carriers that want to be told."""
 
     number: Number
-    items: Annotated[tuple[Count, ...], Meta(max_length=4096)]
+    items: Items
 
 
 class NcclNew(Message, frozen=True, kw_only=True):

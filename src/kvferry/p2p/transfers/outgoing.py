@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -35,6 +35,9 @@ class SenderEffects(Protocol):
 
     def start_item(self, session: Session, number: int, item: int) -> None:
         """Let the carrier read the source of one item."""
+
+    def start_with_offer(self, session: Session, number: int, items: Sequence[int]) -> Sequence[int]:
+        """The same for a peer that reads by itself, which hears of the items by the offer; those that it may read."""
 
     def stop_source(self, session: Session, number: int) -> None:
         """Let the carrier stop reading; it answers by `OutgoingTable.released`, also where it had already stopped."""
@@ -153,7 +156,7 @@ class OutgoingTable:
                 return True
             self._effects.skip_blocks(out.number, message.skip_blocks)
         out.state = State.SENDING
-        for item in sorted(out.ready):
+        for item in sorted(out.ready - out.started):
             self._start(out, item)
         return True
 
@@ -188,7 +191,10 @@ class OutgoingTable:
         for out in list(self._by_number.values()):
             kept = out.state is State.KEPT and out.key == (message.transfer_id, message.part)
             if kept or (out.session == session and out.state is State.OFFERED and out.key[0] == message.transfer_id):
-                self._finish(out, TransferError("rejected", f"the receiver does not want {message.transfer_id!r}"))
+                error = TransferError("rejected", f"the receiver does not want {message.transfer_id!r}")
+                if out.started:
+                    self._effects.tell(session, End(number=out.number, code=error.code, text=error.text))
+                self._end(out, error)
 
     def released(self, number: int) -> None:
         """The carrier does not read the source any more."""
@@ -261,15 +267,16 @@ class OutgoingTable:
             self._finish(out, offer)
             return
         out.state, out.session, out.offer = State.OFFERED, session, offer
+        out.started.update(self._effects.start_with_offer(session, out.number, sorted(out.ready)))
         lease_s = max(0.0, out.lease_ends_at - now)
-        self._effects.tell(session, msgspec.structs.replace(out.offer, lease_s=lease_s))
+        self._effects.tell(session, msgspec.structs.replace(offer, lease_s=lease_s, ready=tuple(sorted(out.started))))
 
     def _start(self, out: Outgoing, item: int) -> None:
         out.started.add(item)
         self._effects.start_item(out.session, out.number, item)
 
     def _end(self, out: Outgoing, outcome: Outcome) -> None:
-        if out.state is State.SENDING and out.started:
+        if out.started:
             out.state, out.outcome = State.ENDING, outcome
             self._effects.stop_source(out.session, out.number)
         else:

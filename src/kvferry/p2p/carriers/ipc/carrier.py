@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -141,6 +141,13 @@ class IpcCarrier:
             self._ready[number] = []
             self._post(partial(self._tell_ready, session, number))
         self._ready[number].append(item)
+
+    def start_with_offer(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
+        """All that is ready: two messages less are waited for before the copy begins."""
+        if not items or isinstance(source, FlatMemory) or not self._doors.reads(session):
+            return ()
+        self._reading.setdefault(number, _Reading(session))
+        return items
 
     def stop_source(self, session: Session, number: int) -> None:
         """Answered when the peer has stopped."""

@@ -51,6 +51,10 @@ class PushCarrier:
             self._post(outlet.pump)
         outlet.queue.append(Item(number, item, source, _pieces_of(session, source, item), total))
 
+    def start_with_offer(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
+        """Nothing: the peer does not read the source."""
+        return ()
+
     def stop_source(self, session: Session, number: int) -> None:
         """What the peer has been told of is read to its end first."""
         outlet = self._by_number.pop(number, None)
