@@ -89,7 +89,7 @@ class Registry:
         return came
 
     def suspect(self, key: EngineKey) -> None:
-        """Ask an engine no more until it was seen to answer again: nobody was at its address."""
+        """Ask an engine no more until it was seen to answer again: nobody was at its address, or its server hangs."""
         state = self._states.get(key)
         if state is not None and state.up:
             state.engine = self._new(state.engine.address, given=state.engine.given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import logging
 import threading
@@ -16,7 +15,8 @@ import zmq
 
 EVERY_S = 3.0
 VERSION = 1
-_QUEUED = 4  # messages; a router that is not there is told anew when it is
+_AGAIN_S = 0.2  # after which one that is not there, or does not read, is told anew: no old word waits for it
+_QUEUED = 4  # messages
 _LINGER_MS = 500
 _LABEL = b"kvferry heartbeat 1\0"  # as in kvferry.router.heartbeat
 _LOG = logging.getLogger("vllm.kvferry")
@@ -75,6 +75,7 @@ class Heartbeat:
         with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
             sock.setsockopt(zmq.SNDHWM, _QUEUED)
             sock.setsockopt(zmq.LINGER, _LINGER_MS)
+            sock.setsockopt(zmq.IMMEDIATE, 1)
             sock.setsockopt(zmq.IPV6, 1)
             try:
                 sock.connect(f"tcp://{self._proxy}")
@@ -82,8 +83,8 @@ class Heartbeat:
                 _LOG.error("no router hears of this engine: %s cannot be reached: %s", self._proxy, error)
                 return
             while not self._stop.is_set():
-                _send(sock, self._presence.messages(self._secret))
-                self._stop.wait(self._every_s)
+                sent = _send(sock, self._presence.messages(self._secret))
+                self._stop.wait(self._every_s if sent else min(self._every_s, _AGAIN_S))
             _send(sock, self._presence.messages(self._secret, leaving=True))
 
 
@@ -95,7 +96,11 @@ def _signed(told: dict[str, Any], secret: bytes | None) -> dict[str, Any]:
     return told | {"signed": signed, "mac": hmac.digest(secret, _LABEL + signed, "sha256")}
 
 
-def _send(sock: zmq.Socket[bytes], messages: Sequence[bytes]) -> None:
-    for message in messages:
-        with contextlib.suppress(zmq.Again):  # the router does not read, or is not there
+def _send(sock: zmq.Socket[bytes], messages: Sequence[bytes]) -> bool:
+    """Whether the router takes them: not where it is not there, or does not read."""
+    try:
+        for message in messages:
             sock.send(message, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
