@@ -26,8 +26,8 @@ def waits_for_kv(engine: Engine, count: int) -> None:
 
 
 def test_the_prefill_engine_is_killed_in_the_middle_of_prompts(stage: Stage, reference: Reference) -> None:
-    """Some are computed, one is half computed, one has not begun: the decode engine computes what has not come."""
-    peers = Peers(stage, prefill=CHUNKED, lease_s=4)
+    """One is computed, one half, one has not begun: the decode engine computes what has not come, at once."""
+    peers = Peers(stage, prefill=CHUNKED, lease_s=300)
     asked = [prompt(seed, 300) for seed in (600, 601, 602)]
     _, names = peers.submit(asked)
     waits_for_kv(peers.decode, len(asked))
