@@ -90,3 +90,16 @@ def test_where_all_are_lost() -> None:
         buffers.lose()
     with pytest.raises(TransferError, match="restart"):
         buffers.take(Peer(buffers))
+
+
+def test_the_largest_that_is_free_is_lent() -> None:
+    nothing: Any = None
+    small, large = (Buffer((number,), size, nothing) for number, size in enumerate((10, 100)))
+    buffers = Buffers([small, large])
+    peers = [Peer(buffers) for _ in range(3)]
+    for peer in peers:
+        peer.wants = True
+        peer.pump()
+    assert [peer.has for peer in peers] == [large, small, None]
+    peers[0].give_back()
+    assert peers[2].has == large

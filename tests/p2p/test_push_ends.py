@@ -15,7 +15,7 @@ from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
 from kvferry.p2p.carriers.pushes.buffers import Buffer, Buffers
 from kvferry.p2p.carriers.pushes.inlet import Expected, Inlet
 from kvferry.p2p.carriers.pushes.outlet import Item, Outlet
-from kvferry.p2p.carriers.pushes.run import Part
+from kvferry.p2p.carriers.pushes.run import Part, Run
 from kvferry.p2p.memory import BlockMemory
 from kvferry.p2p.nccl import NcclSettings
 from kvferry.p2p.signal.messages import Go, Push
@@ -51,6 +51,9 @@ class Slow:
         self.copies: deque[tuple[Part, Callable[[Exception | None], None]]] = deque()
         self.exchanges: deque[Future[None]] = deque()
         self.aborted = ""
+
+    def prepare(self, run: Run) -> None:
+        """Nothing."""
 
     def copy(self, part: Part, _slot: int, on_done: Callable[[Exception | None], None], *, to_flat: bool) -> None:
         del to_flat

@@ -20,12 +20,12 @@ from kvferry.p2p.signal.handshake import NCCL_CARRIER
 from kvferry.p2p.signal.messages import Go, NcclNew, Push
 from kvferry.p2p.signal.session import Session
 
-SLOTS = 2
-BUFFERS = 2  # for each direction
+SLOTS = 3
 # What a part costs the host, some 0.4 ms, has to be less than it takes on the wire: 0.5 ms for 128 MiB over NVLink.
 # GPUs of less memory have slower links.
 _MEMORY_A_SLOT = 1024
 _MAX_SLOT_BYTES, _MIN_SLOT_BYTES = 128 << 20, 1 << 20
+_SMALL = 8  # a slot of the second buffer is so many times smaller: it is for what must not wait for a peer that hangs
 
 
 class NcclCarrier(PushCarrier):
@@ -64,7 +64,8 @@ class NcclCarrier(PushCarrier):
         launcher = NcclLauncher(self._library, device, self._settings)
         try:
             with beside_captures(device), ExitStack() as undo:
-                self._use([_buffer(launcher, slot_bytes(device), undo) for _ in range(2 * BUFFERS)])
+                large = slot_bytes(device)
+                self._use([_buffer(launcher, nbytes, undo) for nbytes in (large, large // _SMALL) * 2])
                 self._memory = undo.pop_all()
         except BaseException:
             launcher.close()

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from kvferry.errors import TransferError
-from kvferry.p2p.carriers.pushes.run import Part
+from kvferry.p2p.carriers.pushes.run import Part, Run
 
 OnDone = Callable[[Exception | None], None]
 
 
 class Copies(Protocol):
-    """Fills and empties slots. Called in the thread of the lane that uses them."""
+    """Fills and empties slots. `copy` is called in the thread of the lane that uses them."""
+
+    def prepare(self, run: Run) -> None:
+        """Work out what the copies of a run will need, before one of them is waited for. In any thread."""
 
     def copy(self, part: Part, slot: int, on_done: OnDone, *, to_flat: bool) -> None:
         """Start to copy a part into the slot at that address, or (not `to_flat`) from there to where it is to lie.
@@ -38,13 +41,13 @@ class Waiter(Protocol):
 
 
 class Buffers:
-    """For the loop's thread. Each waiter has at most one, and gets it when those have who waited before.
+    """For the loop's thread. Each waiter has at most one, the largest, and gets it after those who waited before.
 
     Where one is free nobody waits.
     """
 
     def __init__(self, buffers: Iterable[Buffer]) -> None:
-        self._free = deque(buffers)
+        self._free = list(buffers)
         self._lent = 0
         self._waiting: deque[Waiter] = deque()
 
@@ -63,7 +66,9 @@ class Buffers:
             return None
         self._waiting.popleft()
         self._lent += 1
-        return self._free.popleft()
+        largest = max(self._free, key=lambda buffer: buffer.slot_bytes)
+        self._free.remove(largest)
+        return largest
 
     def forget(self, waiter: Waiter) -> None:
         """It wants none any more."""

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, ExitStack
 from kvferry.cuda.memory import host_device_pointer, register_host, unregister_host
 from kvferry.cuda.stream import beside_captures
 from kvferry.ipc.shared_memory import Segment
-from kvferry.p2p.carriers.pushes.gpu_copies import GpuCopies
+from kvferry.p2p.carriers.pushes.gpu_copies import GpuCopies, plan_of
 from kvferry.p2p.carriers.pushes.ring import Ring, Wait
-from kvferry.p2p.carriers.pushes.run import Part
+from kvferry.p2p.carriers.pushes.run import Part, Run
 
 
 class DeviceRing(Ring):
@@ -27,6 +27,10 @@ class DeviceRing(Ring):
                 undo.callback(copies.close)
             self._undo = undo.pop_all()
         super().__init__(tuple(base + slot * slot_bytes for slot in range(slots)), slot_bytes)
+
+    def prepare(self, run: Run) -> None:
+        """The plan of what the kernel is to copy."""
+        plan_of(run)
 
     def _copy(self, part: Part, slot: int, *, to_flat: bool) -> Wait:
         # Each in its turn: one whose copy has ended before those of the others began anew.

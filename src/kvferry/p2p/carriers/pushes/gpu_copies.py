@@ -5,15 +5,21 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from kvferry.copy.kernel import CopyKernel
+from kvferry.copy.plan import CopyPlan
 from kvferry.copy.steps import Step
 from kvferry.cuda.device import bound
 from kvferry.cuda.stream import Stream
-from kvferry.p2p.carriers.pushes.run import Part
+from kvferry.p2p.carriers.pushes.run import Part, Run
 from kvferry.p2p.memory import BlockMemory
 
 _MAX_CTAS = 64  # of gather and scatter: half of an H200, so that NCCL's own blocks find their place beside them
 # Enough for every run: to allocate another waits for what runs on the GPU, which may itself wait for a peer.
 _TABLE_BYTES = 4 << 20
+
+
+def plan_of(run: Run) -> CopyPlan | None:
+    """What the kernel is to copy; None of flat memory, which the driver copies. Worked out once, in any thread."""
+    return run.plan if isinstance(run.memory, BlockMemory) else None
 
 
 class GpuCopies:
@@ -37,11 +43,12 @@ class GpuCopies:
         """Put the copy of a part into the stream. Raises CudaError."""
         stream = self.stream.handle
         with bound(self.device) as drv:
-            if isinstance(part.run.memory, BlockMemory):
-                if self._loaded is not part.run.plan:
+            plan = plan_of(part.run)
+            if plan is not None:
+                if self._loaded is not plan:
                     self._loaded = None
-                    self._kernel.load(drv, part.run.plan, stream=stream)
-                    self._loaded = part.run.plan
+                    self._kernel.load(drv, plan, stream=stream)
+                    self._loaded = plan
                 step = Step(part.begin, part.end, [])
                 self._kernel.launch(step, staging=slot + self._offset, stream=stream, to_flat=to_flat)
                 return

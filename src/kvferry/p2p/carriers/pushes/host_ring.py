@@ -7,7 +7,7 @@ import torch
 
 from kvferry.copy.streaming import row_copier
 from kvferry.p2p.carriers.pushes.ring import Ring, Wait
-from kvferry.p2p.carriers.pushes.run import Part
+from kvferry.p2p.carriers.pushes.run import Part, Run
 
 
 class HostRing(Ring):
@@ -18,6 +18,10 @@ class HostRing(Ring):
         self._copy_rows = row_copier()
         base = self._memory.data_ptr()
         super().__init__(tuple(base + slot * slot_bytes for slot in range(slots)), slot_bytes)
+
+    def prepare(self, run: Run) -> None:
+        """Where its bytes lie."""
+        assert run.byte_runs.nbytes == run.nbytes
 
     def _copy(self, part: Part, slot: int, *, to_flat: bool) -> Wait:
         rows = part.run.byte_runs.part(part.begin, part.end).rows_from(slot)

@@ -110,6 +110,8 @@ class Inlet:
             self._begun += 1
             self.lane.call(partial(self._pipe.start, run, self._buffer))
             self.tell(Go(part_bytes=run.part_bytes))
+            if run.wanted:
+                self._buffer.copies.prepare(run)
 
     @property
     def _is_full(self) -> bool:

@@ -82,6 +82,7 @@ class Outlet:
             self._pushed.append(run)
             items = len(run.sizes)
             self.tell(Push(number=run.number, item=run.item, items=items, nbytes=run.nbytes, part_bytes=part_bytes))
+            self._buffer.copies.prepare(run)
 
     def _next_run(self, max_bytes: int) -> Run:
         first = self.queue.popleft()

@@ -9,8 +9,8 @@ from functools import partial
 from kvferry.cuda.stream import Event
 from kvferry.errors import CudaError
 from kvferry.p2p.carriers.pushes.buffers import OnDone
-from kvferry.p2p.carriers.pushes.gpu_copies import GpuCopies
-from kvferry.p2p.carriers.pushes.run import Part
+from kvferry.p2p.carriers.pushes.gpu_copies import GpuCopies, plan_of
+from kvferry.p2p.carriers.pushes.run import Part, Run
 
 Watch = Callable[[Event, Callable[[Exception | None], None]], None]
 
@@ -23,6 +23,10 @@ class PolledCopies:
         self._copies = GpuCopies(device)
         self._watch = watch
         self._spare: list[Event] = []
+
+    def prepare(self, run: Run) -> None:
+        """The plan of what the kernel is to copy."""
+        plan_of(run)
 
     def copy(self, part: Part, slot: int, on_done: OnDone, *, to_flat: bool) -> None:
         """Start it."""

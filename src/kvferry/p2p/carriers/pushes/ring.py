@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from kvferry.p2p.carriers.pushes.buffers import OnDone
-from kvferry.p2p.carriers.pushes.run import Part
+from kvferry.p2p.carriers.pushes.run import Part, Run
 
 _LOG = logging.getLogger(__name__)
 _IDLE_S = 1.0
@@ -50,6 +50,10 @@ class Ring(ABC):
             _LOG.error("the copies of a ring of slots did not end within %g s", _END_S)
             return
         self._free()
+
+    @abstractmethod
+    def prepare(self, run: Run) -> None:
+        """Work out what the copies of a run will need. In any thread."""
 
     @abstractmethod
     def _copy(self, part: Part, slot: int, *, to_flat: bool) -> Wait:
