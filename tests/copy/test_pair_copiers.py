@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -94,6 +94,31 @@ def test_shuffled_on_both_sides(copier: PairCopier, name: str) -> None:
         eventually(done)
     for one, other in zip(written, expected(to, source, read), strict=True):
         assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("from_ids", "by_engine"),
+    [
+        (range(3, 15), True),
+        ([*range(12, 18), *range(6)], True),  # two runs
+        ([5, 3, 11, 0, 8, 1, 14, 2, 9, 7, 12, 4], False),
+        ([*range(7), 20, 12, 18, 10, 15], False),  # most ascend, and yet the runs are short
+    ],
+)
+def test_long_runs_of_another_gpu_are_the_copy_engines(from_ids: Sequence[int], by_engine: bool) -> None:
+    block = 400 << 10
+    with fake_cuda.installed() as driver:
+        copy_kernel.install(driver)
+        source = np.random.default_rng(1).integers(0, 256, 21 * block, dtype=np.uint8)
+        target = np.zeros(12 * block, dtype=np.uint8)
+        piece = np.array([[target.ctypes.data], [block], [source.ctypes.data], [block], [block]])
+        pairs = BlockPairs(piece, np.arange(12, dtype=np.int32), np.array(from_ids, dtype=np.int32))
+        with CudaPairCopier(0) as copier:
+            before = driver.fake.calls["cuMemcpyBatchAsync_v2"] + driver.fake.calls["cuMemcpyBatchAsync"]
+            eventually(copier.submit(pairs))
+            after = driver.fake.calls["cuMemcpyBatchAsync_v2"] + driver.fake.calls["cuMemcpyBatchAsync"]
+        assert (after > before) == by_engine
+        assert np.array_equal(target.reshape(12, -1), source.reshape(21, -1)[list(from_ids)])
 
 
 def test_several_steps_under_way(copier: PairCopier) -> None:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from copy_layouts import CASES, UNTOUCHED, Case, layout_of, make_case
 from kvferry.copy import ChunkMap, CopyPlan, oracle
-from kvferry.copy.kernel import STRIP_BYTES, strips_of
 from kvferry.copy.oracle import Bytes
 from kvferry.copy.steps import ALIGNMENT, cut_steps
+from kvferry.copy.strips import STRIP_BYTES
 from kvferry.errors import BlockIdError
 from kvferry.layout import Plane
 
@@ -139,7 +139,7 @@ def test_a_chunk_has_blocks() -> None:
 def test_strips_cover_the_planes(lengths: list[int], blocks: int) -> None:
     case = make_case(lengths, num_blocks=blocks, per_chunk=blocks, num_chunks=1)
     chunks = ChunkMap(case.layout, [1000, 1 << 40], blocks)
-    strips = iter(strips_of(chunks).tolist())
+    strips = iter(chunks.strips.tolist())
     for start, stride, length, place in chunks.planes.T.tolist():
         done = 0
         while done < length:

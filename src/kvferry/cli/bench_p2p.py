@@ -15,6 +15,7 @@ import socket
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from types import MappingProxyType
 
@@ -40,7 +41,7 @@ from kvferry.cli.bench_report import Result, median_time_s, rate_result
 from kvferry.cli.sizes import format_bytes
 from kvferry.cuda.device import device_uuid
 from kvferry.errors import KVFerryError
-from kvferry.p2p import P2pConfig, P2pNcclEngine
+from kvferry.p2p import P2pConfig, P2pNcclEngine, Receiving
 from kvferry.p2p.nccl import NcclLauncher, NCCLLibrary, NcclSettings
 from kvferry.reference.process import LineProcess
 
@@ -56,6 +57,7 @@ _LIMITS = MappingProxyType(
 )
 _WARM = 2
 _AT_ONCE = 8  # an engine that serves has several transfers under way
+_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,25 +155,34 @@ class _Pair(contextlib.ExitStack):
         self._engine.register_kv_caches(self._caches, format=FORMAT)
 
     def transfer_s(self, size: int, *, ordered: bool, at_once: int = 1) -> tuple[float, int]:
-        """The median time of some transfers of about that size, and their bytes in all. The last are checked."""
+        """The median time of some transfers of about that size, and their bytes in all. The last are checked.
+
+        Where there are several at once, one begins whenever one has ended, `_ROUNDS` times.
+        """
         blocks = size // self._shape.block_bytes
+        rounds = _ROUNDS if at_once > 1 else 1
+        repeats = -(-self._config.repeats // rounds)
         times = []
-        for _ in range(_WARM + self._config.repeats):
+        for _ in range(_WARM + repeats):
             source, target = (self._ids(blocks * at_once, ordered) for _ in range(2))
-            names = [next(self._names) for _ in range(at_once)]
             parts = [slice(place * blocks, (place + 1) * blocks) for place in range(at_once)]
-            for name, part in zip(names, parts, strict=True):
+            names = [(next(self._names), part) for part in parts * rounds]
+            for name, part in names:
                 self._child.call(Keep(name=name, ids=source[part]))
-            started = time.perf_counter()
-            every = [
-                self._engine.receive_blocks(name, target[part], self._address, timeout_s=WAIT_S)
-                for name, part in zip(names, parts, strict=True)
-            ]
-            for each in every:
-                each.wait()
-            times.append(time.perf_counter() - started)
+            times.append(self._receive_s([(name, target[part]) for name, part in names], at_once))
         self._check(source, target)
-        return statistics.median(times[_WARM:]), at_once * blocks * self._shape.block_bytes
+        return statistics.median(times[_WARM:]), rounds * at_once * blocks * self._shape.block_bytes
+
+    def _receive_s(self, transfers: list[tuple[str, list[int]]], at_once: int) -> float:
+        under_way: deque[Receiving] = deque()
+        started = time.perf_counter()
+        for name, target in transfers:
+            if len(under_way) == at_once:
+                under_way.popleft().wait()
+            under_way.append(self._engine.receive_blocks(name, target, self._address, timeout_s=WAIT_S))
+        for receiving in under_way:
+            receiving.wait()
+        return time.perf_counter() - started
 
     def latencies(self) -> Iterator[Result]:
         """One block of all layers; and the last layer of a transfer whose others have landed."""

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.copy.copier import Steps
-from kvferry.copy.plan import CopyPlan, Int64s
+from kvferry.copy.plan import CopyPlan
 from kvferry.copy.staging import drain_event
+from kvferry.copy.strips import Int64s
 from kvferry.cuda.device import bound
 from kvferry.cuda.driver import Driver
 from kvferry.cuda.stream import Event, Stream

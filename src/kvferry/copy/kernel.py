@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.copy.plan import ChunkMap, CopyPlan, Int64s
-from kvferry.copy.steps import Step, cut_strips
+from kvferry.copy.plan import ChunkMap, CopyPlan
+from kvferry.copy.steps import Step
+from kvferry.copy.strips import STRIP_BYTES, Int64s
 from kvferry.cuda.device import bound
 from kvferry.cuda.driver import Driver
 from kvferry.cuda.nvrtc import Module, compile_ptx
 
-STRIP_BYTES = 16 << 10  # what one warp copies at a time
 SOURCE = Path(__file__).with_name("copy_chunks.cu")
 THREADS = 512
 WARPS = THREADS // 32
@@ -52,7 +52,7 @@ class CopyKernel:
         """Put what the kernel needs for the plan into the stream. The planes stay there for the next plan."""
         if self._plan is None or plan.chunks is not self._plan.chunks:
             self._plan = None
-            self._strips = strips_of(plan.chunks)
+            self._strips = plan.chunks.strips
         nbytes = self._strips.nbytes + plan.ids.nbytes
         if nbytes > self._table_bytes:
             self._plan = None
@@ -99,13 +99,6 @@ class CopyKernel:
         if self._table:
             with bound(self.device) as drv:
                 drv.mem_free(self._table)
-
-
-def strips_of(chunks: ChunkMap) -> Int64s:
-    """The planes in strips of at most `STRIP_BYTES`, as rows of struct Strip."""
-    starts, strides, lengths, places = chunks.planes
-    plane, within, nbytes = cut_strips(lengths, STRIP_BYTES)
-    return np.stack((starts[plane] + within, strides[plane], nbytes, places[plane] + within, lengths[plane]), axis=1)
 
 
 def _strips_within(chunks: ChunkMap, step: Step) -> tuple[int, int]:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.copy.plan import Int32s, Int64s
-from kvferry.copy.steps import cut_strips
+from kvferry.copy.plan import Int32s
+from kvferry.copy.strips import Int64s, cut_strips
 
 
 class BlockPairs(NamedTuple):
@@ -30,6 +30,11 @@ class BlockPairs(NamedTuple):
         """The copy of blocks number `start` to `stop` of the list alone."""
         return self._replace(to_ids=self.to_ids[start:stop], from_ids=self.from_ids[start:stop])
 
+    def mostly_ascend(self) -> bool:
+        """Whether most blocks lie behind the one before, on both sides: cheaper to tell than `columns`."""
+        steps = (np.diff(self.to_ids) == 1) & (np.diff(self.from_ids) == 1)
+        return bool(2 * np.count_nonzero(steps) > len(steps))
+
     def columns(self) -> Int64s:
         """The copy as columns (target, source, bytes); what lies side by side in a piece on both sides is one.
 
@@ -49,9 +54,9 @@ class BlockPairs(NamedTuple):
         merged[2] = np.add.reduceat(columns[2], heads)
         return merged
 
-    def strips(self, strip_bytes: int) -> Int64s:
-        """The pieces cut into strips of at most `strip_bytes`, as rows of struct Pair."""
+    def strips(self) -> Int64s:
+        """The pieces cut into strips, as rows of struct Pair."""
         to, to_stride, source, from_stride, nbytes = self.pieces
-        piece, within, left = cut_strips(nbytes, strip_bytes)
+        piece, within, left = cut_strips(nbytes)
         rows = (to[piece] + within, to_stride[piece], source[piece] + within, from_stride[piece], left)
         return np.stack(rows, axis=1)

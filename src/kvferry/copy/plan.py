@@ -5,16 +5,17 @@ A flat chunk holds its blocks plane by plane: all blocks of the chunk of plane 0
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvferry.copy.strips import Int64s, cut_strips
 from kvferry.errors import BlockIdError
 from kvferry.layout import KVLayout
 
-Int64s: TypeAlias = npt.NDArray[np.int64]
 Int32s: TypeAlias = npt.NDArray[np.int32]
 Integers: TypeAlias = Sequence[int] | Int64s | Int32s
 
@@ -35,6 +36,14 @@ class ChunkMap:
         self.num_blocks = layout.num_blocks
         self.blocks = blocks
         self.chunk_bytes = blocks * layout.block_bytes
+
+    @functools.cached_property
+    def strips(self) -> Int64s:
+        """The planes in strips of at most `STRIP_BYTES`, as rows of struct Strip."""
+        starts, strides, lengths, places = self.planes
+        plane, within, nbytes = cut_strips(lengths)
+        rows = (starts[plane] + within, strides[plane], nbytes, places[plane] + within, lengths[plane])
+        return np.stack(rows, axis=1)
 
     def plan(self, block_ids: Integers, flat_addresses: Integers, skip_blocks: int = 0) -> CopyPlan:
         """The copy of whole chunks at `flat_addresses`, whose blocks are `block_ids`, but for the first `skip_blocks`.

@@ -1,4 +1,4 @@
-"""How one copy is cut: into steps that fit a staging buffer, and into strips for the warps. Pure arithmetic."""
+"""How one copy is cut into steps that fit a staging buffer. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvferry.copy.plan import CopyPlan, Int64s
+from kvferry.copy.plan import CopyPlan
 
 ALIGNMENT = 16  # of the places where a copy is cut, so that the kernel finds whole vectors on both sides
 _SMALL_BYTES = 4 << 20  # the copy engine takes longer for them than the host to submit the next step
@@ -50,11 +50,3 @@ def cut_steps(plan: CopyPlan, *, buffer_bytes: int, growing: bool) -> Iterator[S
             at = stop
         yield Step(begin, end, ranges)
         begin = end
-
-
-def cut_strips(lengths: Int64s, strip_bytes: int) -> tuple[Int64s, Int64s, Int64s]:
-    """Runs of bytes in strips of at most `strip_bytes`: of each its run, its place in that, and its bytes."""
-    counts = -(-lengths // strip_bytes)
-    run = np.repeat(np.arange(len(counts)), counts)
-    within = (np.arange(len(run)) - (np.cumsum(counts) - counts)[run]) * strip_bytes
-    return run, within, np.minimum(lengths[run] - within, strip_bytes)

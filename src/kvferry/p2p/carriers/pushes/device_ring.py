@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from kvferry.cuda.memory import host_device_pointer, register_host, unregister_host
 from kvferry.cuda.stream import beside_captures
 from kvferry.ipc.shared_memory import Segment
-from kvferry.p2p.carriers.pushes.gpu_copies import GpuCopies, plan_of
+from kvferry.p2p.carriers.pushes.gpu_copies import GpuCopies, prepare
 from kvferry.p2p.carriers.pushes.ring import Ring, Wait
 from kvferry.p2p.carriers.pushes.run import Part, Run
 
@@ -30,7 +30,7 @@ class DeviceRing(Ring):
 
     def prepare(self, run: Run) -> None:
         """The plan of what the kernel is to copy."""
-        plan_of(run)
+        prepare(run)
 
     def _copy(self, part: Part, slot: int, *, to_flat: bool) -> Wait:
         # Each in its turn: one whose copy has ended before those of the others began anew.

@@ -18,8 +18,15 @@ _TABLE_BYTES = 4 << 20
 
 
 def plan_of(run: Run) -> CopyPlan | None:
-    """What the kernel is to copy; None of flat memory, which the driver copies. Worked out once, in any thread."""
+    """What the kernel is to copy; None of flat memory, which the driver copies."""
     return run.plan if isinstance(run.memory, BlockMemory) else None
+
+
+def prepare(run: Run) -> None:
+    """Work out what `start` will need of a run. In any thread."""
+    plan = plan_of(run)
+    if plan is not None:
+        assert plan.chunks.strips.size
 
 
 class GpuCopies:

@@ -9,7 +9,7 @@ from functools import partial
 from kvferry.cuda.stream import Event
 from kvferry.errors import CudaError
 from kvferry.p2p.carriers.pushes.buffers import OnDone
-from kvferry.p2p.carriers.pushes.gpu_copies import GpuCopies, plan_of
+from kvferry.p2p.carriers.pushes.gpu_copies import GpuCopies, prepare
 from kvferry.p2p.carriers.pushes.run import Part, Run
 
 Watch = Callable[[Event, Callable[[Exception | None], None]], None]
@@ -26,7 +26,7 @@ class PolledCopies:
 
     def prepare(self, run: Run) -> None:
         """The plan of what the kernel is to copy."""
-        plan_of(run)
+        prepare(run)
 
     def copy(self, part: Part, slot: int, on_done: OnDone, *, to_flat: bool) -> None:
         """Start it."""
