@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -265,8 +266,14 @@ def test_a_slot_that_does_not_come(loops: tuple[Any, Any]) -> None:
     target = torch.zeros(10, dtype=torch.uint8)
     future = lane.exchange(receives=[(target.data_ptr(), 10)], timeout_s=5)
     assert not loops[1].link.is_late(0)
-    assert loops[1].link.is_late(float("inf"))
+    assert loops[1].link.is_late(time.monotonic() + 5)
     assert not future.done()
     assert lane.abort("the session has ended").done()
     with pytest.raises(PeerGoneError, match="the session has ended"):
         future.result(0)
+    LinkLane(loops[0], None, None).exchange(sends=[(target.data_ptr(), 10)], timeout_s=5)  # type: ignore[arg-type]
+    assert not loops[0].link.is_late(0)
+    assert loops[0].link.is_late(time.monotonic() + 5)
+    for late in ({"receives": [(target.data_ptr(), 10)]}, {"sends": [(target.data_ptr(), 10)]}):
+        with pytest.raises(PeerGoneError, match="the session has ended"):
+            lane.exchange(**late, timeout_s=5).result(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ class LinkLane:
         self._to_send: deque[tuple[int, ByteRuns, Future[None]]] = deque()
         self._sending = False  # the first of them
         self._granted = 0  # slots that the peer has, or had, a place for
+        self._aborted = ""  # why
         for number in range(1, _GRANTS + 1):
             self._links.use(session, partial(self._await_grant, number))
 
@@ -62,11 +64,11 @@ class LinkLane:
         number, runs = next(self._numbers), ByteRuns.single(*slot, self._owner)
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
-        self._links.call(partial(self._under_way.add, future))
+        until = time.monotonic() + timeout_s
+        self._links.call(partial(self._begin, future))
         if sends:
-            self._links.use(self._session, partial(self._send, (number, runs, future)))
+            self._links.use(self._session, partial(self._send, (number, runs, future), until))
         else:
-            until = time.monotonic() + timeout_s
             self._links.use(self._session, partial(self._receive, number, runs, future, until))
         return future
 
@@ -80,20 +82,29 @@ class LinkLane:
         self._links.call(partial(self._fail, reason, ended))
         return ended
 
+    def _begin(self, future: Future[None]) -> None:
+        if self._aborted:
+            future.set_exception(PeerGoneError("peer_gone", self._aborted))
+        else:
+            self._under_way.add(future)
+
     def _receive(self, number: int, runs: ByteRuns, future: Future[None], until: float, link: Link) -> None:
         link.expect(number, _SLOT, runs, then=partial(self._done, future), until=until)
         link.send(number, _GRANT, ByteRuns.single(0, 0, None))
 
-    def _await_grant(self, number: int, link: Link) -> None:
-        link.expect(number, _GRANT, ByteRuns.single(0, 0, None), then=partial(self._on_grant, link, number))
+    def _await_grant(self, number: int, link: Link, until: float = math.inf) -> None:
+        then = partial(self._on_grant, link, number)
+        link.expect(number, _GRANT, ByteRuns.single(0, 0, None), then=then, until=until)
 
     def _on_grant(self, link: Link, number: int) -> None:
         self._granted = number
         self._await_grant(number + _GRANTS, link)
         self._go_on(link)
 
-    def _send(self, slot: tuple[int, ByteRuns, Future[None]], link: Link) -> None:
+    def _send(self, slot: tuple[int, ByteRuns, Future[None]], until: float, link: Link) -> None:
         self._to_send.append(slot)
+        if slot[0] > self._granted:
+            self._await_grant(slot[0], link, until)
         self._go_on(link)
 
     def _go_on(self, link: Link) -> None:
@@ -112,6 +123,7 @@ class LinkLane:
         future.set_result(None)
 
     def _fail(self, reason: str, ended: Future[Any]) -> None:
+        self._aborted = reason
         while self._under_way:
             self._under_way.pop().set_exception(PeerGoneError("peer_gone", reason))
         ended.set_result(None)
