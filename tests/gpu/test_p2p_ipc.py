@@ -147,6 +147,6 @@ def test_nothing_is_allocated_for_a_transfer(sides: Sides, gpus: tuple[int, int]
     for turn in range(10):
         send_and_check(sender, receiver, f"warm {turn}")
     free = [free_bytes(gpu) for gpu in gpus]
-    for turn in range(100):
+    for turn in range(1000):
         send_and_check(sender, receiver, f"t{turn}")
     assert [free_bytes(gpu) for gpu in gpus] == free
