@@ -6,9 +6,9 @@ import pytest
 
 from kvferry.errors import TransferError
 from kvferry.p2p.signal.messages import Offer, Stopped
-from kvferry.p2p.transfers.incoming import MAX_UNCLAIMED
+from kvferry.p2p.transfers.incoming_records import InKey
 from kvferry.p2p.transfers.memory import MAX_REMEMBERED, EndedIds, Ending, Remembered
-from kvferry.p2p.transfers.records import InKey
+from kvferry.p2p.transfers.unclaimed import MAX_UNCLAIMED
 from p2p.transfer_world import BLOCKS, ITEMS, LEASE_S, Room, World
 
 

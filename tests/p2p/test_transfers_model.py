@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvferry.errors import TransferError
-from kvferry.p2p.transfers.outgoing import State
-from kvferry.p2p.transfers.records import InKey
+from kvferry.p2p.transfers.incoming_records import InKey
+from kvferry.p2p.transfers.outgoing_records import State
 from p2p.transfer_world import BLOCKS, ITEMS, LEASE_S, ROOM, ReadingWorld, Room, Wanted, World
 
 
@@ -50,7 +50,7 @@ class TransfersMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.sent)
     @rule(pick=picks, item=st.integers(0, ITEMS - 1))
     def ready(self, pick: int, item: int) -> None:
-        self.world.out.item_ready(1 + pick % len(self.world.sent), item)
+        self.world.out.items_ready(1 + pick % len(self.world.sent), [item])
 
     @precondition(lambda self: self.world.sent)
     @rule(pick=picks)
@@ -198,3 +198,22 @@ def test_what_the_peer_reads_already_is_kept_until_it_has_stopped() -> None:
     world.settle()
     assert [error.code for error in sent.outcomes if error] == ["cancelled"]
     assert not world.flying
+
+
+def test_what_became_ready_before_there_was_a_place_is_read_at_once() -> None:
+    """Offered with nothing, told of item by item, and claimed last: no message is waited for then."""
+    world = ReadingWorld()
+    world.send("a", 10, keep=False, ready=False)
+    for item in range(ITEMS):
+        world.out.items_ready(1, [item, item])
+    world.reserved.append(Room(1, ROOM))  # so that it lands nowhere else
+    while world.to_receiver:
+        world.hear_sender()
+    assert not world.flying
+    wanted = world.claim("a", own_memory=True, wait_s=30, ask=False)
+    assert len(world.flying) == ITEMS
+    while world.flying:
+        world.land(0)
+    assert wanted.outcomes == [None]
+    world.settle()
+    assert world.sent[1].outcomes == [None]

@@ -24,8 +24,9 @@ from kvferry.p2p.signal.messages import (
     Withdraw,
 )
 from kvferry.p2p.transfers.incoming import IncomingTable
-from kvferry.p2p.transfers.outgoing import Outgoing, OutgoingTable, OutKey
-from kvferry.p2p.transfers.records import Claim, InKey
+from kvferry.p2p.transfers.incoming_records import Claim, InKey
+from kvferry.p2p.transfers.outgoing import OutgoingTable
+from kvferry.p2p.transfers.outgoing_records import Outgoing, OutKey
 
 ROOM = 100
 LEASE_S = 10.0
@@ -164,7 +165,7 @@ class World:
             case Offer():
                 self.into.offered(session, message, self.now)
             case Ready():
-                if (session, message.number) in self.landing:
+                if not self.into.ready(session, message) and (session, message.number) in self.landing:
                     self.flying += [(session, message.number, item) for item in message.items]
             case End():
                 self.into.ended(session, message, self.now)
@@ -301,7 +302,7 @@ class _Sender:
         elif session == self._world.session:
             self._world.flying.append((session, number, item))
 
-    def start_with_offer(self, session: Any, number: int, items: Sequence[int]) -> Sequence[int]:
+    def start_early(self, session: Any, number: int, items: Sequence[int]) -> Sequence[int]:
         if not (self._world.reads and items):
             return ()
         self._world.reading[number] = session

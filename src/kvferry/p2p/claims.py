@@ -13,7 +13,7 @@ from kvferry.p2p.memory import BlockMemory, FlatMemory, meta_of, tensor_of
 from kvferry.p2p.receive.store import Place, lend
 from kvferry.p2p.signal.messages import Offer, TensorMeta
 from kvferry.p2p.streams import Use
-from kvferry.p2p.transfers.records import Claim, InKey
+from kvferry.p2p.transfers.incoming_records import Claim, InKey
 
 
 class GiveBack(Protocol):

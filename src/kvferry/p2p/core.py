@@ -40,8 +40,9 @@ from kvferry.p2p.signal.session import Session
 from kvferry.p2p.signal.sessions import Sessions
 from kvferry.p2p.streams import Event, Use, mark_in
 from kvferry.p2p.transfers.incoming import IncomingTable
-from kvferry.p2p.transfers.outgoing import Outgoing, OutgoingTable
-from kvferry.p2p.transfers.records import Claim, InKey
+from kvferry.p2p.transfers.incoming_records import Claim, InKey
+from kvferry.p2p.transfers.outgoing import OutgoingTable
+from kvferry.p2p.transfers.outgoing_records import Outgoing
 
 _LOG = logging.getLogger(__name__)
 
@@ -131,8 +132,7 @@ class Core:
 
     def items_ready(self, number: int, items: Iterable[int]) -> None:
         """The source bytes of some items are there."""
-        for item in items:
-            self.outgoing.item_ready(number, item)
+        self.outgoing.items_ready(number, items)
 
     def when_done(self, event: Event | None, call: Callable[[], None]) -> None:
         """Call it once the event is done; at once where there is none."""
@@ -165,7 +165,8 @@ class Core:
             case Accept():
                 known = self.outgoing.accepted(session, message)
             case Ready():
-                self.carriers[session.carrier].ready(session, message)
+                if not self.incoming.ready(session, message):
+                    self.carriers[session.carrier].ready(session, message)
             case NcclNew() | Push() | Go():
                 known = self.carriers[session.carrier].heard(session, message)
             case Landed():
@@ -220,8 +221,8 @@ class Core:
     def start_item(self, session: Any, number: int, item: int) -> None:
         self.carriers[session.carrier].start_item(session, number, item, self._sources[number])
 
-    def start_with_offer(self, session: Any, number: int, items: Sequence[int]) -> Sequence[int]:
-        return self.carriers[session.carrier].start_with_offer(session, number, items, self._sources[number])
+    def start_early(self, session: Any, number: int, items: Sequence[int]) -> Sequence[int]:
+        return self.carriers[session.carrier].start_early(session, number, items, self._sources[number])
 
     def stop_source(self, session: Any, number: int) -> None:
         self.carriers[session.carrier].stop_source(session, number)

@@ -17,7 +17,7 @@ from kvferry.p2p.memory import Memory
 from kvferry.p2p.receive.store import Place
 from kvferry.p2p.signal.messages import Offer
 from kvferry.p2p.streams import Event, Use
-from kvferry.p2p.transfers.outgoing import Outgoing, OutKey
+from kvferry.p2p.transfers.outgoing_records import Outgoing, OutKey
 
 Call = Callable[[], None]
 

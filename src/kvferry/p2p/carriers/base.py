@@ -38,8 +38,8 @@ class Carrier(Protocol):
     def start_item(self, session: Session, number: int, item: int, source: Memory) -> None:
         """The receiver has a place for it, and its source bytes are there: move it."""
 
-    def start_with_offer(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
-        """Let the peer read what is ready when it hears of the transfer; nothing where the sender moves the bytes."""
+    def start_early(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
+        """Let the peer read items before it has accepted; none of them where the sender moves the bytes."""
 
     def stop_source(self, session: Session, number: int) -> None:
         """Read the source no more; the peer, where it reads, has been told so. Answered by `released`, once."""

@@ -31,7 +31,7 @@ class DirectCarrier:
         runs = source.runs(item, _pieces(session, source, item))
         self._links.use(session, lambda link: link.send(number, item, runs))
 
-    def start_with_offer(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
+    def start_early(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
         """Nothing: the peer does not read the source."""
         return ()
 

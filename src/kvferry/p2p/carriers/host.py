@@ -32,8 +32,8 @@ class HostCarrier:
     def start_item(self, session: Session, number: int, item: int, source: Memory) -> None:
         self._of(session).start_item(session, number, item, source)
 
-    def start_with_offer(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
-        return self._of(session).start_with_offer(session, number, items, source)
+    def start_early(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
+        return self._of(session).start_early(session, number, items, source)
 
     def stop_source(self, session: Session, number: int) -> None:
         self._of(session).stop_source(session, number)

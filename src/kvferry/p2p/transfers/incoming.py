@@ -9,13 +9,12 @@ from collections.abc import Iterable
 import msgspec
 
 from kvferry.errors import TransferError
-from kvferry.p2p.signal.messages import Accept, End, Landed, NoSuch, Offer, Stopped, Withdraw
+from kvferry.p2p.signal.messages import Accept, End, Landed, NoSuch, Offer, Ready, Stopped, Withdraw
+from kvferry.p2p.transfers.incoming_records import Claim, Incoming, InKey, ReceiverEffects, State
 from kvferry.p2p.transfers.memory import EndedIds, Ending, Remembered
-from kvferry.p2p.transfers.outgoing import Session, copy_of
-from kvferry.p2p.transfers.records import Claim, Incoming, InKey, ReceiverEffects, State
-
-MAX_UNCLAIMED = 8192
-_PEER_SHARE = 2  # no peer may have more than one in so many of the unclaimed
+from kvferry.p2p.transfers.outgoing import copy_of
+from kvferry.p2p.transfers.outgoing_records import Session
+from kvferry.p2p.transfers.unclaimed import Unclaimed
 
 
 class IncomingTable:
@@ -28,7 +27,7 @@ class IncomingTable:
         self._by_number: dict[tuple[Session, int], Incoming] = {}
         self._claims: dict[InKey, Claim] = {}
         self._ended: EndedIds[InKey] = EndedIds()
-        self._unclaimed: Counter[Session] = Counter()
+        self._unclaimed = Unclaimed()
         self.refused: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -37,7 +36,7 @@ class IncomingTable:
     @property
     def num_unclaimed(self) -> int:
         """Transfers that nobody has claimed."""
-        return self._unclaimed.total()
+        return self._unclaimed.total
 
     def claim(self, claim: Claim, now: float) -> None:
         """Wait for, or take, what comes under an id. Raises TransferError where it is claimed already, or has ended."""
@@ -62,7 +61,7 @@ class IncomingTable:
         found = Incoming(key, session, offer, now, now + min(offer.lease_s, self._remember_s))
         self._ended.forget(key)
         self._by_key[key] = self._by_number[session, offer.number] = found
-        self._unclaimed[session] += 1
+        self._unclaimed.add(session)
         claim = self._claims.get(key)
         if claim is not None:
             self._join(found, claim, now)
@@ -86,6 +85,14 @@ class IncomingTable:
         found.ends_at = now + self._remember_s
         if found.claim is not None:
             self._deliver(found, found.claim)
+
+    def ready(self, session: Session, message: Ready) -> bool:
+        """Items of a transfer that has no place yet may be read; False where it has one, or is not known."""
+        found = self._by_number.get((session, message.number))
+        if found is None or found.state is not State.OFFERED:
+            return False
+        found.may_read(message.items)
+        return True
 
     def ended(self, session: Session, message: End, now: float) -> bool:
         """The sender gives it up. False where the message is about nothing that is known."""
@@ -204,14 +211,11 @@ class IncomingTable:
         ended = self._ended.find(key, now)
         if ended is not None and ended.ending is Ending.UNWANTED:
             return ended.error()
-        share = MAX_UNCLAIMED // _PEER_SHARE
-        if self.num_unclaimed >= MAX_UNCLAIMED or self._unclaimed[session] >= share:
-            return TransferError("too_many", f"{self.num_unclaimed} transfers wait for somebody to claim them")
-        return self._effects.too_large(offer)
+        return self._unclaimed.problem(session) or self._effects.too_large(offer)
 
     def _join(self, found: Incoming, claim: Claim, now: float) -> None:
         """Bring an offer and the claim to it together."""
-        self._count_claimed(found)
+        self._unclaimed.remove(found.session)
         found.claim = claim
         error = claim.problem(found.offer)
         if error is not None:
@@ -282,12 +286,7 @@ class IncomingTable:
         del self._by_key[found.key]
         self._by_number.pop((found.session, found.offer.number), None)
         if found.claim is None:
-            self._count_claimed(found)
-
-    def _count_claimed(self, found: Incoming) -> None:
-        self._unclaimed[found.session] -= 1
-        if not self._unclaimed[found.session]:
-            del self._unclaimed[found.session]
+            self._unclaimed.remove(found.session)
 
     def _refuse(self, session: Session, number: int, error: TransferError) -> None:
         self.refused[error.code] += 1

@@ -2,82 +2,19 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
 
 import msgspec
 
 from kvferry.errors import TransferError
-from kvferry.p2p.signal.messages import Accept, Ask, End, Landed, Message, NoSuch, Offer, Reject, Stopped
+from kvferry.p2p.signal.messages import Accept, Ask, End, Landed, NoSuch, Ready, Reject, Stopped
 from kvferry.p2p.transfers.memory import EndedIds, Ending, Remembered
+from kvferry.p2p.transfers.outgoing_records import Outcome, Outgoing, OutKey, SenderEffects, Session, State
 
 _LOG = logging.getLogger(__name__)
 MAX_ASKS = 4096
-Session = Hashable
-Outcome = TransferError | None
-
-
-class SenderEffects(Protocol):
-    """What the sending side has done for it; none of it waits."""
-
-    def fitted(self, session: Session, offer: Offer) -> Offer | TransferError:
-        """The offer as it is for the peer of a session, or why there is none."""
-
-    def tell(self, session: Session, message: Message) -> None:
-        """Send a message over a session; nothing happens where it is gone."""
-
-    def skip_blocks(self, number: int, skip_blocks: int) -> None:
-        """The first blocks of a transfer are not wanted."""
-
-    def start_item(self, session: Session, number: int, item: int) -> None:
-        """Let the carrier read the source of one item."""
-
-    def start_with_offer(self, session: Session, number: int, items: Sequence[int]) -> Sequence[int]:
-        """The same for a peer that reads by itself, which hears of the items by the offer; those that it may read."""
-
-    def stop_source(self, session: Session, number: int) -> None:
-        """Let the carrier stop reading; it answers by `OutgoingTable.released`, also where it had already stopped."""
-
-    def peer_stopped(self, session: Session, number: int) -> None:
-        """The peer says that it touches nothing of the transfer any more."""
-
-
-class State(enum.Enum):
-    """What a transfer waits for; see docs/p2p.md."""
-
-    KEPT = "kept"
-    CONNECTING = "connecting"
-    OFFERED = "offered"
-    SENDING = "sending"
-    ENDING = "ending"
-
-
-class OutKey(NamedTuple):
-    """`target` is an address, or the part of the reader that will ask."""
-
-    transfer_id: str
-    target: str | int
-
-
-@dataclass(slots=True, eq=False)
-class Outgoing:
-    """One transfer. `done` is called once, when the source is not read any more."""
-
-    key: OutKey
-    number: int
-    offer: Offer
-    lease_ends_at: float
-    done: Callable[[Outcome], None]
-    ready: set[int]
-    state: State = State.KEPT
-    session: Session = None
-    started: set[int] = field(default_factory=set)
-    outcome: Outcome = None
-    overdue: bool = False
 
 
 class OutgoingTable:
@@ -160,13 +97,21 @@ class OutgoingTable:
             self._start(out, item)
         return True
 
-    def item_ready(self, number: int, item: int) -> None:
-        """The source bytes of one item are there."""
+    def items_ready(self, number: int, items: Iterable[int]) -> None:
+        """The source bytes of some items are there."""
         out = self._by_number.get(number)
-        if out is not None and item not in out.ready:
-            out.ready.add(item)
-            if out.state is State.SENDING:
+        if out is None:
+            return
+        new = [item for item in items if item not in out.ready]
+        out.ready.update(new)
+        if out.state is State.SENDING:
+            for item in new:
                 self._start(out, item)
+        elif out.state is State.OFFERED:
+            early = tuple(self._effects.start_early(out.session, number, new))
+            if early:
+                out.started.update(early)
+                self._effects.tell(out.session, Ready(number=number, items=early))
 
     def landed(self, session: Session, message: Landed) -> bool:
         """The peer has all of it."""
@@ -267,7 +212,7 @@ class OutgoingTable:
             self._finish(out, offer)
             return
         out.state, out.session, out.offer = State.OFFERED, session, offer
-        out.started.update(self._effects.start_with_offer(session, out.number, sorted(out.ready)))
+        out.started.update(self._effects.start_early(session, out.number, sorted(out.ready)))
         lease_s = max(0.0, out.lease_ends_at - now)
         self._effects.tell(session, msgspec.structs.replace(offer, lease_s=lease_s, ready=tuple(sorted(out.started))))
 

@@ -142,8 +142,8 @@ class IpcCarrier:
             self._post(partial(self._tell_ready, session, number))
         self._ready[number].append(item)
 
-    def start_with_offer(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
-        """All that is ready: two messages less are waited for before the copy begins."""
+    def start_early(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
+        """All of them: two messages less are waited for before the copy begins."""
         if not items or isinstance(source, FlatMemory) or not self._doors.reads(session):
             return ()
         self._reading.setdefault(number, _Reading(session))

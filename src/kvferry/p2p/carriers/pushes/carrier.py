@@ -51,7 +51,7 @@ class PushCarrier:
             self._post(outlet.pump)
         outlet.queue.append(Item(number, item, source, _pieces_of(session, source, item), total))
 
-    def start_with_offer(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
+    def start_early(self, session: Session, number: int, items: Sequence[int], source: Memory) -> Sequence[int]:
         """Nothing: the peer does not read the source."""
         return ()
 

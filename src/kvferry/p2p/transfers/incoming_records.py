@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from kvferry.errors import TransferError
 from kvferry.p2p.signal.messages import Message, Offer
-from kvferry.p2p.transfers.outgoing import Session
+from kvferry.p2p.transfers.outgoing_records import Session
 
 Place = object  # room in the receive buffer; what it is, the effects know
 
@@ -68,6 +70,11 @@ class Incoming:
 
     def __post_init__(self) -> None:
         self.left.update(range(len(self.offer.item_bytes)))
+
+    def may_read(self, items: Iterable[int]) -> None:
+        """Some of its items are there before it has a place."""
+        known = dict.fromkeys(item for item in (*self.offer.ready, *items) if item < len(self.offer.item_bytes))
+        self.offer = msgspec.structs.replace(self.offer, ready=tuple(known))
 
     def is_late(self, now: float) -> bool:
         """Whether half of the time has passed in which it may wait for room."""
