@@ -11,7 +11,7 @@ import torch
 
 from doubles.nccl_double import build
 from kvferry.copy.pair_copiers import HostPairCopier
-from kvferry.errors import BlockIdError
+from kvferry.errors import BlockIdError, TransferError
 from kvferry.p2p import P2pNcclEngine
 from kvferry.p2p.carriers.link import Link
 from kvferry.p2p.signal.messages import Accept
