@@ -43,6 +43,7 @@ class Audit:
         _until(lambda: self._stats("sessions", "engines", "leases") == wanted)
         _until(lambda: len(self._unexplained_memory()) == 1)  # the server's own
         _until(lambda: not self._chunk_files_open())
+        _until(self._has_settled)
         state: _State = {
             "the server's descriptors and threads": self._server_state(),
             "the engines' descriptors and threads": [engine.side.call("facts") for engine in engines],
@@ -119,6 +120,14 @@ class Audit:
         server = self._arena.server
         server.call("warm_up")
         return {"fds": server.fds(), "threads": without_numbers(server.call("threads")["threads"])}
+
+    def _has_settled(self) -> bool:
+        """Whether the server has what it had the first time or, the first time, what it had a second before."""
+        before = self._first.get("the server's descriptors and threads")
+        if before is None:
+            before = self._server_state()
+            time.sleep(1)
+        return self._server_state() == before
 
     def _chunk_files_open(self) -> list[str]:
         """Files of lower tiers that are read or written, which goes on for a while when the load rests."""

@@ -15,7 +15,7 @@ KILLS = 50
 @pytest.mark.timeout(180)
 def test_killed_engines_and_servers_leave_nothing_and_no_byte_is_wrong(tmp_path: Path) -> None:
     result = chaos.run(KILLS, 1, tmp_path, remote=True)
-    assert result["violations"] == []
+    assert result["violations"] == [], json.dumps(result["violations"], indent=1)
     assert result["ok"], json.dumps(result)
     assert result["kills"] >= KILLS
     assert min(result["killed"].values()) > 5
