@@ -31,11 +31,21 @@ class ChunkMap:
         if blocks < 1:
             raise ValueError(f"chunks of {blocks} blocks; a chunk has at least one")
         rows = [(bases[plane.storage] + plane.offset, plane.stride, plane.length) for plane in layout.planes]
-        starts, strides, lengths = np.array(rows, dtype=np.int64).T
+        self._set(np.array(rows, dtype=np.int64).T, layout.num_blocks, blocks)
+
+    @classmethod
+    def of_planes(cls, planes: Int64s, *, num_blocks: int, blocks: int) -> ChunkMap:
+        """The same for planes given as the first three rows of `planes`."""
+        made = cls.__new__(cls)
+        made._set(planes, num_blocks, blocks)
+        return made
+
+    def _set(self, planes: Int64s, num_blocks: int, blocks: int) -> None:
+        starts, strides, lengths = planes
         self.planes: Int64s = np.stack((starts, strides, lengths, blocks * (np.cumsum(lengths) - lengths)))
-        self.num_blocks = layout.num_blocks
+        self.num_blocks = num_blocks
         self.blocks = blocks
-        self.chunk_bytes = blocks * layout.block_bytes
+        self.chunk_bytes = blocks * int(lengths.sum())
 
     @functools.cached_property
     def strips(self) -> Int64s:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from kvferry.p2p.geometry import Piece, planes_of
 from kvferry.p2p.signal.messages import Geometry, LayerGeometry
 
 Int64s = npt.NDArray[np.int64]
+_MAX_KNOWN = 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +30,7 @@ class KVCaches:
     layout: KVLayout
     layers: tuple[KVLayout, ...]
     storages: tuple[torch.Tensor, ...]
+    _places: dict[tuple[int, tuple[Piece, ...]], Int64s] = field(default_factory=dict)  # worked out once
 
     @classmethod
     def describe(
@@ -79,10 +81,20 @@ class KVCaches:
         check_ids(ids, self.num_blocks)
         return ids
 
+    def places(self, layer: int, pieces: Sequence[Piece]) -> Int64s:
+        """Rows with the address in block 0, the stride and the bytes of each piece of one layer's blocks."""
+        key = layer, tuple(pieces)
+        found = self._places.get(key)
+        if found is None:
+            if len(self._places) >= _MAX_KNOWN:
+                self._places.clear()
+            rows = places_of(self.layers[layer], self.storages, pieces)
+            found = self._places[key] = np.array(rows, dtype=np.int64).T
+        return found
+
     def runs(self, layer: int, pieces: Sequence[Piece], ids: Int64s) -> ByteRuns:
         """The bytes of `pieces` of one layer's blocks: all blocks of the first piece, then those of the second."""
-        rows = places_of(self.layers[layer], self.storages, pieces)
-        starts, strides, lengths = np.array(rows, dtype=np.int64).T[:, :, None]
+        starts, strides, lengths = self.places(layer, pieces)[:, :, None]
         return ByteRuns((starts + ids * strides).ravel(), np.repeat(lengths.ravel(), len(ids)), self)
 
 

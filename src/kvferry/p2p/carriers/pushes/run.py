@@ -8,12 +8,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from kvferry.copy.plan import ChunkMap, CopyPlan
 from kvferry.p2p.carriers.runs import ByteRuns, joined
-from kvferry.p2p.geometry import Piece, planes_of
+from kvferry.p2p.geometry import Piece
 from kvferry.p2p.memory import BlockMemory, Memory
 
 
@@ -51,11 +50,10 @@ class Run:
         """The copy of its blocks from or to one flat chunk, with the pieces of all items as its planes."""
         memory = self.memory
         assert isinstance(memory, BlockMemory)
-        layers = memory.caches.layers[self.item : self.item + len(self.pieces)]
-        planes = [plane for layer, each in zip(layers, self.pieces, strict=True) for plane in planes_of(layer, each)]
-        bases = [storage.data_ptr() for storage in memory.caches.storages]
-        layout = msgspec.structs.replace(layers[0], planes=tuple(planes))
-        return ChunkMap(layout, bases, len(memory.ids)).plan(memory.ids, np.zeros(1, dtype=np.int64))
+        caches, blocks = memory.caches, len(memory.ids)
+        planes = np.concatenate([caches.places(self.item + at, each) for at, each in enumerate(self.pieces)], axis=1)
+        chunks = ChunkMap.of_planes(planes, num_blocks=caches.num_blocks, blocks=blocks)
+        return chunks.plan(memory.ids, np.zeros(1, dtype=np.int64))
 
     @cached_property
     def byte_runs(self) -> ByteRuns:
