@@ -188,6 +188,8 @@ class Core:
     def tick(self, now: float) -> float:
         """Time-outs, and what was waited for; returns when to come again."""
         look_again_at = self._events.look(now)
+        for carrier in self.carriers.values():
+            carrier.tick(now)
         next_at = min(self.sessions.tick(), self.outgoing.tick(now), self.incoming.tick(now))
         if self._room_freed:
             self._room_freed = False
