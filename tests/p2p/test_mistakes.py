@@ -93,6 +93,19 @@ def test_what_the_peer_says_of_itself_is_the_peers(pair: Pair, make: Make) -> No
     assert not d.receive_blocks("abd", TO).done()
 
 
+def test_what_was_not_sent_is_in_the_log_by_its_id(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    engine, other = make(), make(kv_buffer_size=1024)
+    sending = engine.send_tensor("one too large", torch.zeros(5000), other.address)
+    assert error_code(sending) == "too_large"
+    text = (
+        "20000 bytes; the receiver has a buffer of 1024 bytes for them: raise its kv_buffer_size, or await it with out="
+    )
+    assert f"transfer 'one too large' was not sent: the receiver says: {text}" in caplog.text
+    receiving = other.recv_tensor_async("awaited", out=torch.ones(5000))
+    engine.send_tensor("awaited", torch.zeros(5000), other.address).wait(20)
+    assert not receiving.tensor(20).any()
+
+
 def test_an_address_where_something_else_listens(make: Make) -> None:
     engine = make(connect_timeout_s=0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
