@@ -138,6 +138,7 @@ def test_bad_options_are_one_line_and_no_trace(arguments: list[str], text: str) 
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_an_address_that_somebody_has_is_told() -> None:
