@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, permutations
 from typing import Any
 
 import numpy as np
@@ -151,25 +151,30 @@ class Engine(PushCarrier):
 
 
 class World:
-    """Each engine has a session with each other one, which is replaced when it ends; all go on over it both ways."""
+    """Each engine has two sessions with each other one, and two buffers a direction. What goes over a session goes both
+    ways; one that has ended is replaced."""
 
     def __init__(self) -> None:
         self.transfers: dict[int, Transfer] = {}
         self._numbers = count(1)
         self.engines = [Engine(self, number) for number in range(ENGINES)]
-        self.sessions = [Session(pair) for pair in ((0, 1), (1, 2), (2, 0))]
+        self.sessions = [Session(pair) for pair in permutations(range(ENGINES), 2)]
         self.ended: list[Session] = []
 
-    def send(self, session: Session, sizes: tuple[int, ...], *, back: bool) -> Transfer:
+    def send(self, session: Session, sizes: tuple[int, ...], *, sender: int) -> Transfer:
         """One that the receiver has accepted."""
         number = next(self._numbers)
         source = [np.random.default_rng(number).integers(1, 256, size, dtype=np.uint8) for size in sizes]
         target = [np.zeros(size, dtype=np.uint8) for size in sizes]
-        transfer = Transfer(number, session, session.engines[back], source, target)
+        transfer = Transfer(number, session, sender, source, target)
         self.transfers[number] = transfer
         offer = Offer(number=number, transfer_id="!", part=0, item_bytes=sizes, lease_s=0)
         self.engines[transfer.receiver].expect(session, offer, memory_of(target))  # type: ignore[arg-type]
         return transfer
+
+    def last_ones(self) -> list[Transfer]:
+        """Those that may still be under way, or most of them."""
+        return list(self.transfers.values())[-6:]
 
     def ready(self, transfer: Transfer, item: int) -> None:
         """The bytes of an item are there; it is sent once, and not after the end."""
