@@ -43,7 +43,8 @@ class GpuCopies:
         with ExitStack() as undo:
             self._kernel = CopyKernel(device, max_ctas=_MAX_CTAS, table_bytes=_TABLE_BYTES)
             undo.callback(self._kernel.close)
-            self.stream = undo.enter_context(Stream(device))
+            # Of a priority of its own: so it shares no hardware queue with transfers that wait for a peer.
+            self.stream = undo.enter_context(Stream(device, priority=-1))
             self._undo = undo.pop_all()
 
     def start(self, part: Part, slot: int, *, to_flat: bool) -> None:
