@@ -55,7 +55,7 @@ class Loads:
     ) -> None:
         self._client = client
         self._questions = questions
-        self._num_layers = num_layers
+        self.num_layers = num_layers  # SGLang asks for the last one before it replays a graph of the whole forward
         self._timeout_s = timeout_s
         self._clock = clock
         self._queued: dict[str, QueuedLoad] = {}
@@ -112,7 +112,7 @@ class Loads:
         batch = self._batches.pop(number, None)
         if batch is None:
             return True
-        self._settle(batch, self._num_layers)
+        self._settle(batch, self.num_layers)
         for load in batch.loads:
             self._questions.give_back(load.runs or [])
         return not batch.failed
@@ -139,7 +139,7 @@ class Loads:
                     skip_tokens,
                     stream=stream,
                     timeout_s=self._timeout_s,
-                    stages=min(self._num_layers, _MAX_STAGES),
+                    stages=min(self.num_layers, _MAX_STAGES),
                 )
             except (KVFerryError, ValueError) as error:
                 self._fail(batch, error)
@@ -149,7 +149,7 @@ class Loads:
     def _settle(self, batch: _Batch, num_layers: int) -> None:
         """Return when the first `num_layers` are in place in all of the batch; what fails has stopped."""
         for job in batch.jobs:
-            count = -(-num_layers * job.stages // self._num_layers)  # the last of them may begin in the stage before
+            count = -(-num_layers * job.stages // self.num_layers)  # the last of them may begin in the stage before
             try:
                 job.wait_stages(count, max(0.0, batch.begun_s + self._timeout_s + GRACE_S - self._clock()))
             except KVFerryError as error:
