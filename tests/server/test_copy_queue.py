@@ -273,11 +273,19 @@ def test_stages_come_one_after_the_other_and_are_told() -> None:
     assert copies.done[0].moved.nbytes == 5 * 3 * ((32 << 20) // 3)
 
 
-def test_checksums_are_looked_at_once_before_the_first_stage() -> None:
+def test_checksums_are_looked_at_once_before_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[tuple[int | None, int]] = []
+
+    def count_good(part: Plan, digests: tuple[bytes, ...]) -> int:
+        looked_at.append((part.stage_number, len(digests)))
+        return len(digests)
+
+    monkeypatch.setattr("kvferry.server.work.copies.count_good", count_good)
     copies = big_copy(stages=3, digests=(b"",) * 5)
     while copies.wait_s is not None:
         copies.take_step()
     assert copies.device.stages_taken == [0] * 4 * 3 + [1] * 4 + [2] * 4
+    assert looked_at == [(None, 2), (None, 2), (None, 1)]  # of whole chunks
 
 
 def test_there_are_no_more_stages_than_planes() -> None:

@@ -149,7 +149,7 @@ class Jobs:
     def on_stage(self, done: StageDone) -> None:
         """Tell the client how far its retrieve has come; not where it is known by now that some of it cannot come."""
         job = self._jobs.get(done.job_id)
-        if not isinstance(job, _RetrieveJob) or job.session.ended:
+        if not isinstance(job, _RetrieveJob):
             return
         assert job.last is not None
         lease = self._state.leases.get(job.lease_id)
