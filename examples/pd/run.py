@@ -1,6 +1,6 @@
 """One model behind one address, its prompts read by one engine and answered by another, all on this machine.
 
-    pip install vllm 'kvferry[route]'
+    pip install vllm '.[route]'                           # in a checkout of KVferry
     python examples/pd/run.py MODEL                       # then ask as it says; Ctrl-C ends all
     python examples/pd/run.py MODEL --ask "The ferry leaves at"
     python examples/pd/run.py MODEL -- --max-model-len 4096   # what follows goes to vLLM's servers

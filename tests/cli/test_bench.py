@@ -84,3 +84,11 @@ def test_the_table_and_the_object_tell_the_same() -> None:
     assert "1.5 ms" in text
     assert "0.500" in text
     assert as_object("ipc", {"cpus": 2}, results)["results"][1]["limit"] is None
+
+
+def test_names_are_whole_on_a_narrow_terminal() -> None:
+    names = [f"p2p_host_8_x_64_mib_64_kib_{order}" for order in ("shuffled", "neighbours")]
+    console = Console(record=True, width=80)
+    show(console, "p2p", [rate_result(name, 1 << 30, 0.5, 0.4, "what it is " * 9) for name in names])
+    rows = [line.split("│")[1].strip() for line in console.export_text().splitlines() if line.startswith("│")]
+    assert "".join(rows) == "".join(names)

@@ -45,7 +45,7 @@ def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
     [
         ({}, "set KVFERRY_TRTLLM_URL"),
         ({**URL, PREFIX + "MODELID": "m"}, "did you mean 'model_id'"),
-        ({**URL, PREFIX + "ZZZ": "m"}, "'zzz', which KVferry's connector does not know"),
+        ({**URL, PREFIX + "ZZZ": "m"}, "'zzz', which KVferry's connector does not know. Known are: url, model_id"),
         ({**URL, PREFIX + "LOAD_TIMEOUT_S": "0"}, "> 0"),
         ({**URL, PREFIX + "DISK_WAIT_S": "long"}, "float"),
         ({**URL, PREFIX + "CONFIG": "/nowhere.toml"}, "No such file"),

@@ -35,7 +35,7 @@ def test_every_setting_can_be_given() -> None:
     [
         ({}, "kvferry serve"),
         ({"url": "/s", "model_idd": "x"}, "did you mean 'model_id'"),
-        ({"url": "/s", "zzz": 1}, "Known are: url"),
+        ({"url": "/s", "zzz": 1}, "does not know. Known are: url"),
         ({"url": 3}, "Expected `str`"),
         ({"url": "/s", "load_timeout_s": 0}, "load_timeout_s"),
         ({"url": "/s", "store_generated": "yes"}, "store_generated"),

@@ -128,6 +128,16 @@ def test_what_becomes_ready_meanwhile_is_the_next_copy(parts: tuple[Reader, Slow
     eventually(lambda: len(heard.landed) == 3)
 
 
+def test_what_is_told_twice_is_copied_once(parts: tuple[Reader, Slow, Heard]) -> None:
+    reader, copier, heard = parts
+    reader.add(job(A, 5))
+    reader.ready(A, 5, [0, 0, 2, 0])
+    started(copier, 1)
+    assert copier.steps[0][0] == 500 + 101
+    copier.end()
+    eventually(lambda: heard.landed == [(A, 5, 0), (A, 5, 2)])
+
+
 def test_transfers_take_turns(parts: tuple[Reader, Slow, Heard]) -> None:
     reader, copier, _ = parts
     for number in (1, 2):

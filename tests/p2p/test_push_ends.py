@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,11 +16,11 @@ from kvferry.errors import NcclPeerError, NcclStuckError, ProtocolError, Transfe
 from kvferry.p2p.carriers.nccl.carrier import NcclCarrier
 from kvferry.p2p.carriers.pushes.buffers import Buffer, Buffers
 from kvferry.p2p.carriers.pushes.inlet import Expected, Inlet
-from kvferry.p2p.carriers.pushes.outlet import Item, Outlet
+from kvferry.p2p.carriers.pushes.outlet import GO_S, Item, Outlet
 from kvferry.p2p.carriers.pushes.run import Part, Run
 from kvferry.p2p.memory import BlockMemory
 from kvferry.p2p.nccl import NcclSettings
-from kvferry.p2p.signal.messages import Go, Push
+from kvferry.p2p.signal.messages import About, Go, NcclNew, Push
 
 SLOT = 100
 GO = Go(part_bytes=SLOT)
@@ -51,12 +53,15 @@ class Slow:
         self.copies: deque[tuple[Part, Callable[[Exception | None], None]]] = deque()
         self.exchanges: deque[Future[None]] = deque()
         self.aborted = ""
+        self.refuses = False
 
     def prepare(self, run: Run) -> None:
         """Nothing."""
 
     def copy(self, part: Part, _slot: int, on_done: Callable[[Exception | None], None], *, to_flat: bool) -> None:
         del to_flat
+        if self.refuses:
+            raise ValueError("not so")
         self.copies.append((part, on_done))
 
     def exchange(self, **_ranges: Any) -> Future[None]:
@@ -364,3 +369,126 @@ def test_parts_are_as_large_as_the_smaller_slot(ends: Ends) -> None:
         ends.outlet.go(Go(part_bytes=SLOT + 1))
     ends.outlet.go(Go(part_bytes=45))
     assert [part.nbytes for part, _ in ends.slow.copies] == [45, 45]
+
+
+def test_an_item_of_which_a_part_was_not_written_has_not_landed(ends: Ends) -> None:
+    """Though its last part was."""
+    ends.expect(5, 200)
+    ends.inlet.push(push(5, 0, 200))
+    ends.slow.end_exchange()
+    ends.slow.end_exchange()
+    ends.slow.end_copy(RuntimeError("it is broken"))
+    ends.slow.end_copy()
+    assert ends.told.said == []
+    assert len(ends.failures) == 1
+    assert ends.all_buffers_are_back()
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_copies_that_cannot_even_be_started(ends: Ends, sends: bool) -> None:
+    """Whatever is wrong with them, the session ends and nobody waits."""
+    ends.slow.refuses = True
+    if sends:
+        ends.outlet.queue.append(item(1, 0, 300))
+        ends.outlet.pump()
+        ends.outlet.go(GO)
+    else:
+        ends.expect(1, 300)
+        ends.inlet.push(push(1, 0, 300))
+        ends.slow.end_exchange()
+        ends.slow.end_exchange()
+    assert [str(error) for error in ends.failures] == ["not so"]
+    assert ends.all_buffers_are_back()
+
+
+def test_nothing_is_kept_of_transfers_that_are_over(ends: Ends) -> None:
+    for number in range(1, 20):
+        ends.expect(number, 150)
+        ends.inlet.push(push(number, 0, 150))
+        if number % 3 == 0:
+            ends.inlet.stop(number)
+        ends.outlet.queue.append(item(number, 0))
+        ends.outlet.pump()
+        ends.outlet.go(GO)
+        ends.slow.end_all()
+        ends.outlet.stop(number)
+    assert ends.inlet._pipe is not None
+    for kept in (ends.inlet.expected, ends.inlet._pipe._writing, ends.outlet.reading):
+        assert not kept
+
+
+def test_a_peer_that_begins_nothing_is_late(ends: Ends) -> None:
+    """It would keep a buffer, and the blocks, for ever."""
+    soon, late = time.monotonic() + GO_S / 2, time.monotonic() + GO_S + 60
+    assert not ends.outlet.is_late(math.inf)
+    ends.outlet.queue.extend([item(1, 0), item(2, 0)])
+    ends.outlet.pump()
+    assert not ends.outlet.is_late(soon)
+    assert ends.outlet.is_late(late)
+    ends.outlet.go(GO)
+    assert ends.outlet.is_late(late)
+    ends.outlet.go(GO)
+    assert not ends.outlet.is_late(late)
+    carrier: Any = NcclCarrier(ends.told, lambda *_: None, lambda call: call(), NcclSettings())
+    carrier._outlets["session"] = ends.outlet
+    ends.outlet.queue.append(item(3, 0))
+    ends.slow.end_all()
+    carrier.tick(soon)
+    assert ends.told.said == []
+    carrier.tick(late)
+    assert ends.told.said == [("failed", "nccl")]
+
+
+def test_the_session_ends_when_the_peer_is_told(ends: Ends) -> None:
+    """It takes no messages any more. Who waits for the buffer gets it."""
+    other = Outlet(ends.buffers[0], ends.messages.append, lambda call: call(), ends.told.released, ends.failures.append)
+    other.connect(ends.slow)
+    ends.outlet.tell = lambda _: ends.outlet.end("it takes no messages")
+    ends.outlet.queue.append(item(1, 0))
+    ends.outlet.pump()
+    other.queue.append(item(2, 0))
+    other.pump()
+    assert ends.messages == [push(2, 0, SLOT)]
+    ends.outlet.stop(1)
+    assert ends.told.said == [("released", 1)]
+
+
+def test_nothing_begins_over_a_session_that_has_ended() -> None:
+    peer, told = Peer(), Told()
+    peer.ended = True
+    carrier: Any = NcclCarrier(told, lambda *_: None, lambda call: call(), NcclSettings())
+    carrier.start_item(peer, 5, 0, MEMORY)
+    assert carrier.heard(peer, push(5, 0, 10))
+    carrier.stop_source(peer, 5)
+    carrier.stop_landing(peer, 5)
+    assert told.said == [("released", 5), ("stopped", 5)]
+    for kept in (carrier._outlets, carrier._inlets, carrier._by_number):
+        assert not kept
+
+
+class Peer:
+    """A session, as far as it is looked at."""
+
+    ended = False
+    about: Any = About(address="", host_id="", device_uuid="", tp_rank=0, tp_size=1, carriers=("nccl",), geometry=None)
+
+
+def test_a_peer_that_makes_a_second_communicator() -> None:
+    """Also while the first is not connected yet: there is only room for some."""
+    made: list[Future[Any]] = []
+
+    class Launcher:
+        def connect(self, *_: Any, **__: Any) -> Future[Any]:
+            made.append(Future())
+            return made[-1]
+
+    told, peer = Told(), Peer()
+    carrier: Any = NcclCarrier(told, lambda *_: None, lambda call: call(), NcclSettings())
+    carrier._launcher = Launcher()
+    new = NcclNew(unique_id=bytes(128), max_ctas=NcclSettings().max_ctas)
+    assert carrier.heard(peer, new)
+    assert not carrier.heard(peer, new)
+    assert len(made) == 1
+    assert told.said == [("failed", "nccl")]
+    carrier.session_lost(peer)
+    assert not carrier._joined

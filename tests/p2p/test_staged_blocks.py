@@ -45,6 +45,19 @@ def test_more_than_the_slots_both_ways_at_once(sides: Sides, gpus: tuple[int | N
     assert two.call("digest", blocks=halves[1]) == one.call("digest", blocks=halves[0])
 
 
+def test_both_ways_over_one_session(sides: Sides) -> None:
+    """Sent, asked for, sent again: by the session that was opened to send."""
+    one, two = (start(sides, gpu, gpu, caches=LARGE) for gpu in (0, 1))
+    for turn in range(3):
+        send_and_check(one, two, f"there {turn}")
+        two.call("send", name=f"back {turn}", blocks=list(range(300)))
+        one.call("receive", name=f"back {turn}", blocks=list(range(300, 600)), source=address_of(two))
+        assert one.call("wait", what=f"receive back {turn}") == {"code": None}
+        assert two.call("wait", what=f"send back {turn}") == {"code": None}
+    assert one.call("digest", blocks=list(range(300, 600))) == two.call("digest", blocks=list(range(300)))
+    assert len(one.call("stats")["stats"]["peers"]) == 1
+
+
 @pytest.mark.parametrize("gpus", WAYS)
 def test_sent_before_it_is_claimed(sides: Sides, gpus: tuple[int | None, int | None]) -> None:
     """On a GPU it stays at the sender, on the host it lands in the buffer; the first blocks can be skipped of both."""

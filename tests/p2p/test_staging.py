@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -30,6 +31,7 @@ from kvferry.p2p.carriers.staged import SLOTS, LinkLane
 from kvferry.p2p.geometry import Piece
 from kvferry.p2p.memory import BlockMemory, FlatMemory, Memory
 from p2p.p2p_side import FORMAT, make_caches, on_fake_gpu, random_bytes
+from serving.process import eventually
 
 SLOT = 4096
 KINDS = ["host", "pinned", "device"]
@@ -155,6 +157,21 @@ def test_the_copy_of_another_run(slots: Slots) -> None:
         assert torch.equal(two["layer.0"][:, landed], one["layer.0"][:, sent])
 
 
+def test_nothing_is_kept_of_what_was_copied(slots: Slots) -> None:
+    """KV caches that are not registered any more are gone."""
+    tensor = random_bytes(10, 1)
+
+    class Owner:
+        """Of the memory."""
+
+    owner = Owner()
+    kept = weakref.ref(owner)
+    part = Part(run_of(FlatMemory(((tensor.data_ptr(), 10),), owner), (), (10,)), 0, 10)
+    slots.copy(part, slots.addresses[0], to_flat=True)
+    del owner, part
+    eventually(lambda: kept() is None)
+
+
 @pytest.mark.parametrize("kind", ["pinned", "device"])
 def test_a_copy_that_fails_is_told(driver: fake_cuda.FakeDriver, kind: str) -> None:
     with bound(0):
@@ -206,10 +223,17 @@ def turn(loops: tuple[Any, Any]) -> None:
             assert loop.link.read()
 
 
+def lanes(loops: tuple[Any, Any]) -> tuple[LinkLane, LinkLane]:
+    """Of one direction."""
+    one, two = loops
+    session: Any = None
+    return LinkLane(one, session, None, sends=True), LinkLane(two, session, None, sends=False)
+
+
 def test_nothing_is_sent_before_there_is_a_place_for_it(loops: tuple[Any, Any]) -> None:
     sent = [random_bytes(1000, seed) for seed in range(40)]
     landed = [torch.zeros(1000, dtype=torch.uint8) for _ in sent]
-    sender, receiver = (LinkLane(loop, None, None) for loop in loops)  # type: ignore[arg-type]
+    sender, receiver = lanes(loops)
     sending = [sender.exchange(sends=[(one.data_ptr(), 1000)], timeout_s=60) for one in sent]
     receiving: list[Future[None]] = []
     for number, one in enumerate(landed):
@@ -222,11 +246,29 @@ def test_nothing_is_sent_before_there_is_a_place_for_it(loops: tuple[Any, Any]) 
     assert all(torch.equal(one, two) for one, two in zip(sent, landed, strict=True))
 
 
+def test_both_ways_over_one_link(loops: tuple[Any, Any]) -> None:
+    """Whichever direction is made last, and though the receivers are ahead."""
+    ways = [lanes(loops), lanes(loops[::-1])]
+    sent = [random_bytes(1000, seed) for seed in range(40)]
+    landed = [torch.zeros(1000, dtype=torch.uint8) for _ in sent]
+    for place, (one, two) in enumerate(zip(sent, landed, strict=True)):
+        sender, receiver = ways[place % 2]
+        receiving = receiver.exchange(receives=[(two.data_ptr(), 1000)], timeout_s=60)
+        for _ in range(20):
+            turn(loops)
+        sending = sender.exchange(sends=[(one.data_ptr(), 1000)], timeout_s=60)
+        for _ in range(20):
+            turn(loops)
+        assert sending.done()
+        assert receiving.done()
+    assert all(torch.equal(one, two) for one, two in zip(sent, landed, strict=True))
+
+
 def test_a_receiver_that_is_ahead(loops: tuple[Any, Any]) -> None:
     """By as many slots as it may be."""
     sent = [random_bytes(1000, seed) for seed in range(30)]
     landed = [torch.zeros(1000, dtype=torch.uint8) for _ in sent]
-    sender, receiver = (LinkLane(loop, None, None) for loop in loops)  # type: ignore[arg-type]
+    sender, receiver = lanes(loops)
     receiving: list[Future[None]] = []
     for place, one in enumerate(sent):
         for two in landed[len(receiving) : place + SLOTS]:
@@ -244,8 +286,7 @@ def test_slots_arrive_in_the_order_of_the_calls(loops: tuple[Any, Any]) -> None:
     sizes = [3 * FRAME_BYTES, 10, 2 * FRAME_BYTES + 1, 1]
     sent = [random_bytes(size, seed) for seed, size in enumerate(sizes)]
     landed = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    ring: Any = None
-    sender, receiver = (LinkLane(loop, None, ring) for loop in loops)  # type: ignore[arg-type]
+    sender, receiver = lanes(loops)
     order: list[str] = []
     for number, (one, two) in enumerate(zip(sent, landed, strict=True)):
         receiving = receiver.exchange(receives=[(two.data_ptr(), len(two))], timeout_s=60)
@@ -261,8 +302,7 @@ def test_slots_arrive_in_the_order_of_the_calls(loops: tuple[Any, Any]) -> None:
 
 def test_a_slot_that_does_not_come(loops: tuple[Any, Any]) -> None:
     """The link is late then; the exchange fails when the session has ended."""
-    ring: Any = None
-    lane = LinkLane(loops[1], None, ring)  # type: ignore[arg-type]
+    sender, lane = lanes(loops)
     target = torch.zeros(10, dtype=torch.uint8)
     future = lane.exchange(receives=[(target.data_ptr(), 10)], timeout_s=5)
     assert not loops[1].link.is_late(0)
@@ -271,9 +311,24 @@ def test_a_slot_that_does_not_come(loops: tuple[Any, Any]) -> None:
     assert lane.abort("the session has ended").done()
     with pytest.raises(PeerGoneError, match="the session has ended"):
         future.result(0)
-    LinkLane(loops[0], None, None).exchange(sends=[(target.data_ptr(), 10)], timeout_s=5)  # type: ignore[arg-type]
+    sender.exchange(sends=[(target.data_ptr(), 10)], timeout_s=5)
     assert not loops[0].link.is_late(0)
     assert loops[0].link.is_late(time.monotonic() + 5)
     for late in ({"receives": [(target.data_ptr(), 10)]}, {"sends": [(target.data_ptr(), 10)]}):
         with pytest.raises(PeerGoneError, match="the session has ended"):
             lane.exchange(**late, timeout_s=5).result(0)
+
+
+def test_a_slot_that_the_peer_does_not_take(loops: tuple[Any, Any]) -> None:
+    """Though it has a place for it, and lives: the link is late then."""
+    sender, receiver = lanes(loops)
+    source, target = (torch.zeros(8 * FRAME_BYTES, dtype=torch.uint8) for _ in range(2))
+    receiver.exchange(receives=[(target.data_ptr(), len(target))], timeout_s=500)
+    sending = sender.exchange(sends=[(source.data_ptr(), len(source))], timeout_s=5)
+    link = loops[0].link
+    loops[1].link.flush()
+    assert link.read()
+    link.flush()
+    assert not sending.done()
+    assert not link.is_late(0)
+    assert link.is_late(time.monotonic() + 5)

@@ -217,3 +217,13 @@ def test_what_became_ready_before_there_was_a_place_is_read_at_once() -> None:
     assert wanted.outcomes == [None]
     world.settle()
     assert world.sent[1].outcomes == [None]
+
+
+def test_what_becomes_ready_twice_is_sent_once() -> None:
+    world = World()
+    world.send("a", 10, keep=False, ready=False)
+    world.claim("a", own_memory=True, wait_s=30, ask=False)
+    world.settle()
+    world.out.items_ready(1, [0, 0])
+    world.out.items_ready(1, [0, 1, 1])
+    assert [item for _, _, item in world.flying] == [0, 1]

@@ -122,7 +122,7 @@ def test_the_engines_are_those_that_are_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "give heartbeat, or the address of at least one decode engine"),
+        ([], "give --heartbeat HOST:PORT (the engines' proxy_ip and proxy_port), or at least one engine by --decode"),
         (["--decode", "b:1"], "different http://HOST:PORT"),
         (["--decode", "http://b:1", "--decode", "http://b:1"], "different http://HOST:PORT"),
         (["--decode", "http://b:1", "--prefill", "http://a:1"], "http://HOST:PORT=HOST:PORT"),
@@ -138,6 +138,7 @@ def test_bad_options_are_one_line_and_no_trace(arguments: list[str], text: str) 
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_an_address_that_somebody_has_is_told() -> None:

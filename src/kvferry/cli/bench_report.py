@@ -50,7 +50,8 @@ def as_object(bench: str, machine: dict[str, Any], results: Sequence[Result]) ->
 def show(console: Console, bench: str, results: Sequence[Result]) -> None:
     table = Table(title=f"kvferry bench {bench}")
     for column in ("name", "value", "limit", "ratio"):
-        table.add_column(column, justify="left" if column == "name" else "right")
+        # A name that is cut short could be that of several results.
+        table.add_column(column, justify="left" if column == "name" else "right", overflow="fold")
     table.add_column("what was measured")
     for result in results:
         limit = "" if result.limit is None else f"{result.limit:.4g} {result.unit}"

@@ -42,6 +42,7 @@ AnyConfig = TypeVar("AnyConfig", ServerConfig, RouterConfig)
 __all__ = ["app", "main"]
 
 _LOG = logging.getLogger(__name__)
+_MAY_BE_SEVERAL = "may be given again; by default as suits the device."
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)  # pretty ones show variables: secrets, too
 bench = typer.Typer(help="Measure this machine; ratios are to a limit measured in the same run.", no_args_is_help=True)
@@ -182,7 +183,7 @@ def bench_ipc(
 @bench.command("store")
 def bench_store(
     device: DeviceOption = Device.auto,
-    size: Annotated[list[str], typer.Option(help="KV to store and retrieve, e.g. 512MiB; may be given again.")] = [],  # noqa: B006  typer copies it
+    size: Annotated[list[str], typer.Option(help=f"KV to store and retrieve, e.g. 512MiB; {_MAY_BE_SEVERAL}")] = [],  # noqa: B006  typer copies it
     repeats: Annotated[int, typer.Option(min=1, help="Times that each figure is measured.")] = 7,
     lookups: Annotated[int, typer.Option(min=2, help="Lookups to time.")] = 200,
     as_json: JsonOption = False,
@@ -202,9 +203,9 @@ def bench_store(
 def bench_p2p(
     carrier: Annotated[str, typer.Option(help="What moves the bytes: ipc, nccl (two GPUs) or host (sockets).")] = "ipc",
     device: DeviceOption = Device.auto,
-    size: Annotated[list[str], typer.Option(help="KV to send, e.g. 512MiB; may be given again.")] = [],  # noqa: B006  typer copies it
+    size: Annotated[list[str], typer.Option(help=f"KV to send, e.g. 512MiB; {_MAY_BE_SEVERAL}")] = [],  # noqa: B006  typer copies it
     block: Annotated[
-        list[str], typer.Option(help="Bytes of a block side by side, e.g. 64KiB; may be given again.")
+        list[str], typer.Option(help=f"Bytes of a block side by side, e.g. 64KiB; {_MAY_BE_SEVERAL}")
     ] = [],  # noqa: B006
     repeats: Annotated[int, typer.Option(min=1, help="Times that each figure is measured.")] = 9,
     as_json: JsonOption = False,

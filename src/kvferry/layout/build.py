@@ -61,7 +61,9 @@ def named(view: TensorView, *names: str) -> list[Axis]:
             if "K" in candidate and size(axes, "K") != 2:
                 raise LayoutError(f"shape {view.shape}: axis {candidate.index('K')} must be 2 (keys and values)")
             return axes
-    raise LayoutError(f"shape {view.shape}; expected axes {' or '.join('[' + ', '.join(name) + ']' for name in names)}")
+    expected = " or ".join("[" + ", ".join(name) + "]" for name in names)
+    letters = "K: keys and values, B: blocks, N: tokens, H: heads, D: width, L: layers"
+    raise LayoutError(f"shape {view.shape}; expected axes {expected} ({letters})")
 
 
 def _group_kernel_blocks(axes: list[Axis], hints: LayoutHints) -> list[Axis]:

@@ -37,6 +37,8 @@ class KVCaches:
         cls, kv_caches: Mapping[str, torch.Tensor], format: str, hints: Mapping[str, Any] | LayoutHints | None = None
     ) -> KVCaches:
         """Raises LayoutError where the tensors do not fit the format or the hints, or are on several devices."""
+        if not isinstance(kv_caches, Mapping):
+            raise LayoutError(f"kv_caches is of type {type(kv_caches).__name__}; give a tensor for each layer's name")
         if not kv_caches or len({tensor.device for tensor in kv_caches.values()}) > 1:
             raise LayoutError("kv_caches are empty or on several devices; give those of one device to one engine")
         views, owners = view_tensors(kv_caches.values())
@@ -75,9 +77,12 @@ class KVCaches:
 
     def check_ids(self, block_ids: Sequence[int] | Int64s) -> Int64s:
         """The ids as an array. Raises BlockIdError for ids outside the cache, twice in it, or none at all."""
-        ids = np.asarray(block_ids, dtype=np.int64)
+        ids = np.asarray(block_ids)
         if ids.ndim != 1 or not len(ids):
             raise BlockIdError(f"{ids.size} block ids in {ids.ndim} dimensions; give a list of at least one")
+        if ids.dtype.kind not in "iu":
+            raise BlockIdError(f"block ids are {ids.dtype}; give whole numbers")
+        ids = ids.astype(np.int64, copy=False)
         check_ids(ids, self.num_blocks)
         return ids
 

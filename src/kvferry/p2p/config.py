@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 from dataclasses import dataclass, field
 
@@ -13,6 +14,12 @@ CARRIERS = ("auto", "ipc", "nccl", "host")
 MIN_TOKEN_BYTES = 16  # whoever hears a handshake can try secrets against it
 CURVE_KEY_CHARS = 40
 _MAX_SECONDS = 86_400
+_KINDS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
+    ("a string", str, ("address", "send_type", "carrier", "token", "curve_secret_key")),
+    ("a whole number", numbers.Integral, ("device", "kv_buffer_size", "nccl_num_channels", "tp_rank", "tp_size")),
+    ("a number", numbers.Real, ("mem_pool_size_gb", "heartbeat_s", "connect_timeout_s", "lease_s")),
+)
+_MAY_BE_NONE = ("device", "token", "curve_secret_key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +76,7 @@ class P2pConfig:
     insecure: bool = False
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         host, _ = split_host_port(self.address)
         _one_of("send_type", self.send_type, SEND_TYPES)
         _one_of("carrier", self.carrier, CARRIERS)
@@ -78,8 +86,10 @@ class P2pConfig:
                 raise ValueError(f"{name} is {value!r}; it must be more than 0 and at most {_MAX_SECONDS} seconds")
         if self.device is not None and self.device < 0:
             raise ValueError(f"device is {self.device}; it is the number of a GPU")
-        if self.kv_buffer_size < 0 or not 0 <= self.mem_pool_size_gb < 1 << 20:
-            raise ValueError(f"kv_buffer_size {self.kv_buffer_size} and mem_pool_size_gb {self.mem_pool_size_gb} < 0")
+        if self.kv_buffer_size < 0:
+            raise ValueError(f"kv_buffer_size is {self.kv_buffer_size}; it must be at least 0 bytes")
+        if not 0 <= self.mem_pool_size_gb < 1 << 20:
+            raise ValueError(f"mem_pool_size_gb is {self.mem_pool_size_gb}; it must be 0 to 1048575 GiB")
         if not 1 <= self.nccl_num_channels <= 64:
             raise ValueError(f"nccl_num_channels is {self.nccl_num_channels}; it must be between 1 and 64")
         if not 0 <= self.tp_rank < self.tp_size <= 1 << 16:
@@ -93,6 +103,14 @@ class P2pConfig:
                 f"{self.address} can be reached from other machines: give all engines a token or a CURVE key, "
                 "or say insecure=True where the network itself keeps strangers away"
             )
+
+    def _check_kinds(self) -> None:
+        for what, kind, names in _KINDS:
+            for name in names:
+                value = getattr(self, name)
+                if not (value is None and name in _MAY_BE_NONE) and (not isinstance(value, kind) or value is True):
+                    shown = "" if kind is str else f"{value!r}, "  # a secret is shown to nobody
+                    raise ValueError(f"{name} is {shown}of type {type(value).__name__}; it must be {what}")
 
     @property
     def secret(self) -> bytes | None:

@@ -83,7 +83,7 @@ class Core:
         """Offer it to an address, or keep it until it is asked for."""
         self._sources[out.number] = source
         done = out.done
-        out.done = lambda error: self._sent(out.number, error, done)
+        out.done = lambda error: self._sent(out, error, done)
         try:
             session = None if address is None else self.sessions.open(address)
             self.outgoing.add(out, session if session is not None and session.is_up else None, self._now)
@@ -188,6 +188,8 @@ class Core:
     def tick(self, now: float) -> float:
         """Time-outs, and what was waited for; returns when to come again."""
         look_again_at = self._events.look(now)
+        for carrier in self.carriers.values():
+            carrier.tick(now)
         next_at = min(self.sessions.tick(), self.outgoing.tick(now), self.incoming.tick(now))
         if self._room_freed:
             self._room_freed = False
@@ -237,7 +239,8 @@ class Core:
         if offer.tensor is None or self.store.could_ever(offer):
             return None
         sizes = " and ".join(f"a {region.name} of {region.total_bytes}" for region in self.store.regions)
-        return TransferError("too_large", f"{sum(offer.item_bytes)} bytes; the receiver has {sizes} bytes for them")
+        text = f"{sum(offer.item_bytes)} bytes; the receiver has {sizes} bytes for them"
+        return TransferError("too_large", f"{text}: raise its kv_buffer_size, or await it with out= before it is sent")
 
     def reserve(self, session: Any, offer: Offer) -> Place | None:
         if offer.tensor is None and session.own.device_uuid:
@@ -271,11 +274,11 @@ class Core:
     def _now(self) -> float:
         return time.monotonic()
 
-    def _sent(self, number: int, error: TransferError | None, done: Callable[[TransferError | None], None]) -> None:
-        self._sources.pop(number, None)
+    def _sent(self, out: Outgoing, error: TransferError | None, done: Callable[[TransferError | None], None]) -> None:
+        self._sources.pop(out.number, None)
         self.counters["sent" if error is None else f"not_sent_{error.code}"] += 1
         if error is not None:
-            _LOG.warning("transfer number %d was not sent: %s", number, error)
+            _LOG.warning("transfer %r was not sent: %s", out.key.transfer_id, error)
         done(error)
 
     def _tell_all(self, addresses: Iterable[str], message: Reject | Withdraw) -> None:

@@ -18,7 +18,7 @@ from kvferry.p2p.caches import KVCaches
 from kvferry.p2p.carriers.choice import Offered, offered
 from kvferry.p2p.claims import claim_blocks, claim_tensor
 from kvferry.p2p.config import P2pConfig
-from kvferry.p2p.futures import Receiving, Sending
+from kvferry.p2p.futures import Receiving, Sending, layer_number
 from kvferry.p2p.memory import BlockMemory, Int64s, flat_memory, meta_of
 from kvferry.p2p.posts import Posts
 from kvferry.p2p.signal.messages import MAX_ID_CHARS, MAX_TAG_BYTES, Offer
@@ -39,7 +39,10 @@ class P2pNcclEngine:
     """
 
     def __init__(self, config: P2pConfig | None = None) -> None:
-        """Raises ShareError where nothing can listen at the address."""
+        """Raises ShareError where nothing can listen at the address, TransferError where its name is not known."""
+        given: object = config
+        if not isinstance(given, P2pConfig | None):
+            raise TypeError(f"config is of type {type(given).__name__}; give P2pConfig(address='HOST:PORT', ...)")
         self.config = config or P2pConfig()
         self._parts: Parts = assemble(self.config)
         self._posts = Posts(self._parts, lease_s=self.config.lease_s)
@@ -155,9 +158,12 @@ class P2pNcclEngine:
         sending = Sending(transfer_id, len(targets))
         offer = _offer(transfer_id, item_bytes=(0,) * len(caches.layers), num_blocks=len(ids), tag=tag)
         numbers = self._posts.send(sending, offer, BlockMemory(caches, ids), targets=targets)
-        sending.on_layer_ready(lambda layer: self._posts.ready(numbers, [layer], event=mark(caches.device)))
+        layers = len(caches.layers)
+        sending.on_layer_ready(
+            lambda layer: self._posts.ready(numbers, [layer_number(layer, layers)], event=mark(caches.device))
+        )
         if not layer_wise:
-            self._posts.ready(numbers, range(len(caches.layers)), event=mark(caches.device))
+            self._posts.ready(numbers, range(layers), event=mark(caches.device))
         return sending
 
     def receive_blocks(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from kvferry.errors import DeadlineError, TransferError
+from kvferry.errors import DeadlineError, LayoutError, TransferError
 from kvferry.p2p.streams import Use, current_stream
 
 Done = Callable[["Transfer"], None]
@@ -88,7 +88,10 @@ class Sending(Transfer):
         self._layer_ready: Callable[[int], None] = lambda _layer: None
 
     def layer_ready(self, layer: int) -> None:
-        """The KV of this layer has been computed, or will be by what is queued on the current CUDA stream."""
+        """The KV of this layer has been computed, or will be by what is queued on the current CUDA stream.
+
+        Layers are numbers, in the order in which they were registered. Raises LayoutError for any other.
+        """
         self._layer_ready(layer)
 
     def on_layer_ready(self, layer_ready: Callable[[int], None]) -> None:
@@ -107,7 +110,8 @@ class Receiving(Transfer):
         self._use = Use()
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> None:
-        """Wait until one layer is in place, or all has ended. Raises as `wait` does."""
+        """Wait until one layer is in place, or all has ended. Raises as `wait` does, LayoutError for no layer."""
+        layer = layer_number(layer, len(self._item_left))
         with self._landed:
             in_time = self._landed.wait_for(lambda: self._item_left[layer] <= 0 or self.done(), timeout_s)
         if not in_time:
@@ -145,3 +149,12 @@ class Receiving(Transfer):
         super().part_ended(error)
         with self._landed:
             self._landed.notify_all()
+
+
+def layer_number(layer: int, layers: int) -> int:
+    """The number of one of so many layers. Raises LayoutError for what is none, such as a name."""
+    try:
+        return range(layers).index(layer)
+    except ValueError:
+        where = "in the order in which they were registered"
+        raise LayoutError(f"layer is {layer!r}; layers have the numbers 0 to {layers - 1}, {where}") from None

@@ -107,7 +107,10 @@ class RouterConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         if self.heartbeat is None and not self.decode:
-            raise ValueError("no engine can come: give heartbeat, or the address of at least one decode engine")
+            raise ValueError(
+                "no engine can come: give --heartbeat HOST:PORT (the engines' proxy_ip and proxy_port), or at "
+                "least one engine by --decode"
+            )
         trusts = self.insecure or self.token_file is not None
         if self.heartbeat is not None and not (trusts or is_loopback(split_host_port(self.heartbeat)[0])):
             raise ValueError(

@@ -79,7 +79,7 @@ class Router:
         with contextlib.ExitStack() as stack:
             calls = EngineCalls()
             front = Front(self.config, calls, Engines(self.config, calls, measures), measures)
-            jobs = [front.engines.watch(), front.engines.probe()]
+            jobs = []
             if self.config.heartbeat is not None:
                 engines = front.engines
                 listener = HeartbeatListener(self.config.heartbeat, engines.take, engines.refused, secret=self._secret)
@@ -87,6 +87,7 @@ class Router:
                 self.heartbeat_address = listener.address
                 jobs.append(listener.run())
             server = _Uvicorn(self._uvicorn_config(front))
+            jobs += [front.engines.watch(), front.engines.probe()]
             await _run_all([*jobs, self._serve(server), self._await_stop(server, front, ready)], until=len(jobs))
 
     async def _serve(self, server: uvicorn.Server) -> None:

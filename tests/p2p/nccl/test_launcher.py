@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import random
 import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +92,32 @@ def test_an_exchange_is_not_done_before_its_launch_is_carried_out(two: Ranks, mo
         received.result(WAIT_S)
         assert target.read() == source.read()
         sent.result(WAIT_S)
+
+
+def test_events_are_told_in_their_order(two: Ranks) -> None:
+    """Also those that the GPU reaches in the midst of asking: parts are exchanged in the order of their copies."""
+    questions = itertools.count()
+    told: list[int] = []
+    told_all = threading.Event()
+
+    class Reached:
+        def query(self) -> bool:
+            return next(questions) > 0  # all are, right after the first question
+
+    def tell(number: int, error: Exception | None) -> None:
+        told.append(number)
+        if error is not None or len(told) == 3:
+            told_all.set()
+
+    def watch() -> None:
+        for number in range(3):
+            event: Any = Reached()
+            two.launchers[0].watch(event, partial(tell, number))
+
+    sender, _ = two.pair()
+    sender.call(watch)
+    assert told_all.wait(WAIT_S)
+    assert told == [0, 1, 2]
 
 
 def test_both_ways_at_once_over_one_communicator(two: Ranks) -> None:

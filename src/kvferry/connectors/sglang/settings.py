@@ -90,7 +90,7 @@ class SGLangSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in own:
             if name not in cls.__struct_fields__:
                 near = difflib.get_close_matches(name, cls.__struct_fields__, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
+                hint = f"; did you mean {near[0]!r}?" if near else "."
                 raise ValueError(
                     f"{where} has {name!r}, which KVferry does not know{hint} "
                     f"Known are: {', '.join(cls.__struct_fields__)}"

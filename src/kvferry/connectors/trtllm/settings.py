@@ -108,4 +108,6 @@ def _check_names(values: Mapping[str, Any], where: str) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
-            raise ValueError(f"{where} sets {name!r}, which KVferry's connector does not know{hint} Known: {known}")
+            raise ValueError(
+                f"{where} sets {name!r}, which KVferry's connector does not know{hint} Known are: {', '.join(known)}"
+            )

@@ -67,7 +67,7 @@ def check_names(found: Iterable[str], known: Sequence[str], connector: str) -> N
     for name in found:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
                 f"kv_connector_extra_config has {name!r}, which {connector} does not know{hint} "
                 f"Known are: {', '.join(known)}"

@@ -59,6 +59,9 @@ class Carrier(Protocol):
     def stop_landing(self, session: Session, number: int) -> None:
         """Write no more; answered by `landing_stopped`, once."""
 
+    def tick(self, now: float) -> None:
+        """End the sessions of peers that are late; called every now and then."""
+
     def session_lost(self, session: Session) -> None:
         """A session has ended. Stop calls may still follow, and are answered."""
 

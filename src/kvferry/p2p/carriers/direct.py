@@ -59,6 +59,9 @@ class DirectCarrier:
         """What still comes of it is read and dropped."""
         self._links.stop_landing(session, number, partial(self._events.landing_stopped, session, number))
 
+    def tick(self, now: float) -> None:
+        """Nothing: no peer has to answer."""
+
     def session_lost(self, session: Session) -> None:
         """Nothing: the link is dropped with the session."""
 

@@ -53,6 +53,10 @@ class HostCarrier:
     def stop_landing(self, session: Session, number: int) -> None:
         self._of(session).stop_landing(session, number)
 
+    def tick(self, now: float) -> None:
+        self._direct.tick(now)
+        self._staged.tick(now)
+
     def session_lost(self, session: Session) -> None:
         self._of(session).session_lost(session)
 

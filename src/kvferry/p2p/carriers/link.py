@@ -73,9 +73,11 @@ class Link:
     def wants_to_send(self) -> bool:
         return bool(self._out or self._out_head or self._out_job)
 
-    def send(self, number: int, item: int, runs: ByteRuns, then: Then = lambda: None) -> None:
-        """Queue an item; `then` is called when the socket has taken all of it."""
-        self._out.append(_Job(number, item, runs, then))
+    def send(
+        self, number: int, item: int, runs: ByteRuns, *, then: Then = lambda: None, until: float = math.inf
+    ) -> None:
+        """Queue an item; `then` is called when the socket has taken all of it. After `until` it is late."""
+        self._out.append(_Job(number, item, runs, then, until))
 
     def stop_sending(self, number: int) -> None:
         """Read nothing of a transfer's source any more. A frame that has begun is completed from a copy."""
@@ -96,8 +98,9 @@ class Link:
         self._in[number, item] = _Job(number, item, runs, then, until)
 
     def is_late(self, now: float) -> bool:
-        """Whether something should have come by now."""
-        return any(job.until < now for job in self._in.values())
+        """Whether something should have come, or gone, by now."""
+        going = [] if self._out_job is None else [self._out_job]
+        return any(job.until < now for job in (*self._in.values(), *self._out, *going))
 
     def stop_landing(self, number: int) -> None:
         """Write nothing of a transfer any more; what still comes of it is read and dropped."""

@@ -286,4 +286,4 @@ class Links(Generic[S]):
             self._close(stranger.socket)
         for session in [session for session, link in self._links.items() if link.is_late(now)]:
             self._drop(session)
-            self._events.link_lost(session, "what the peer had ready did not come in time")
+            self._events.link_lost(session, "what was agreed on did not come, or was not taken, in time")

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvferry.cuda.device import ordinal_of
 from kvferry.errors import CudaError, PeerGoneError, ProtocolError, ShareError
@@ -35,6 +35,15 @@ _SLOT, _GRANT = 0, 1  # the items of an exchange
 _GRANTS = 4 * SLOTS  # that are waited for at once: the peer is never so many slots ahead
 
 
+class _Slot(NamedTuple):
+    """One that is sent."""
+
+    number: int
+    runs: ByteRuns
+    future: Future[None]
+    until: float
+
+
 class LinkLane:
     """Exchanges slots over a link, in the order of the calls: one has been sent before the next begins.
 
@@ -42,18 +51,18 @@ class LinkLane:
     one, by an empty item. What is under way is known in the links' thread alone.
     """
 
-    def __init__(self, links: Links[Session], session: Session, owner: object) -> None:
-        """`owner` keeps the memory of the slots."""
+    def __init__(self, links: Links[Session], session: Session, owner: object, *, sends: bool) -> None:
+        """`owner` keeps the memory of the slots. A lane `sends`, or receives: a session may have one of each."""
         self._links = links
         self._session = session
         self._owner = owner
         self._numbers = itertools.count(1)
         self._under_way: set[Future[None]] = set()
-        self._to_send: deque[tuple[int, ByteRuns, Future[None]]] = deque()
+        self._to_send: deque[_Slot] = deque()
         self._sending = False  # the first of them
         self._granted = 0  # slots that the peer has, or had, a place for
         self._aborted = ""  # why
-        for number in range(1, _GRANTS + 1):
+        for number in range(1, _GRANTS + 1) if sends else ():
             self._links.use(session, partial(self._await_grant, number))
 
     def exchange(
@@ -67,7 +76,7 @@ class LinkLane:
         until = time.monotonic() + timeout_s
         self._links.call(partial(self._begin, future))
         if sends:
-            self._links.use(self._session, partial(self._send, (number, runs, future), until))
+            self._links.use(self._session, partial(self._send, _Slot(number, runs, future, until)))
         else:
             self._links.use(self._session, partial(self._receive, number, runs, future, until))
         return future
@@ -101,21 +110,21 @@ class LinkLane:
         self._await_grant(number + _GRANTS, link)
         self._go_on(link)
 
-    def _send(self, slot: tuple[int, ByteRuns, Future[None]], until: float, link: Link) -> None:
+    def _send(self, slot: _Slot, link: Link) -> None:
         self._to_send.append(slot)
-        if slot[0] > self._granted:
-            self._await_grant(slot[0], link, until)
+        if slot.number > self._granted:
+            self._await_grant(slot.number, link, slot.until)
         self._go_on(link)
 
     def _go_on(self, link: Link) -> None:
-        if self._to_send and not self._sending and self._to_send[0][0] <= self._granted:
+        if self._to_send and not self._sending and self._to_send[0].number <= self._granted:
             self._sending = True
-            number, runs, _ = self._to_send[0]
-            link.send(number, _SLOT, runs, partial(self._sent, link))
+            slot = self._to_send[0]
+            link.send(slot.number, _SLOT, slot.runs, then=partial(self._sent, link), until=slot.until)
 
     def _sent(self, link: Link) -> None:
         self._sending = False
-        self._done(self._to_send.popleft()[2])
+        self._done(self._to_send.popleft().future)
         self._go_on(link)
 
     def _done(self, future: Future[None]) -> None:
@@ -173,7 +182,7 @@ class StagedCarrier(PushCarrier):
         return self._ring is not None
 
     def _connect_outlet(self, session: Session, outlet: Outlet) -> None:
-        outlet.connect(LinkLane(self._links, session, self._ring))
+        outlet.connect(LinkLane(self._links, session, self._ring, sends=True))
 
     def _connect_inlet(self, session: Session, inlet: Inlet) -> None:
-        inlet.connect(LinkLane(self._links, session, self._ring))
+        inlet.connect(LinkLane(self._links, session, self._ring, sends=False))

@@ -104,7 +104,8 @@ class NcclLauncher:
     def watch(self, event: Event, then: OnReached) -> None:
         """Call `then` once an event is reached, or with the error of asking. In this launcher's thread alone.
 
-        What it marks must not wait for anybody: the launcher does not end before it is reached.
+        Of one stream those given first are told first. What an event marks must not wait for anybody: the launcher does
+        not end before it is reached.
         """
         self._watched.append((event, then))
 
@@ -219,21 +220,23 @@ class NcclLauncher:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                tasks, members = list(self._tasks), list(self._members)
-                self._tasks.clear()
+                tasks, members = self._tasks, list(self._members)
+                self._tasks = deque()
+                went_on = bool(tasks)
                 if self._stopping and not (tasks or members or self._watched):
                     self._ended = True
                     return
-            for task in tasks:
-                _guarded(task)
-            reached = self._look()
-            self._rest(self._turn(members) or reached or bool(tasks))
+            while tasks:  # nothing is kept of those that are done: they have KV caches
+                _guarded(tasks.popleft())
+            went_on |= self._look()
+            self._rest(self._turn(members) or went_on)
 
     def _look(self) -> bool:
         """Tell of the events that are reached; whether there were any."""
         watched, self._watched = self._watched, []
-        reached = []
-        for event, then in watched:
+        left, reached = [], []
+        # The last first: in the midst of asking, the GPU may reach an event that was not and another one behind it.
+        for event, then in reversed(watched):
             try:
                 error, done = None, event.query()
             except CudaError as problem:
@@ -241,8 +244,9 @@ class NcclLauncher:
             if done:
                 reached.append(partial(then, error))
             else:
-                self._watched.append((event, then))
-        for call in reached:
+                left.append((event, then))
+        self._watched = left[::-1]
+        for call in reversed(reached):
             _guarded(call)
         return bool(reached)
 

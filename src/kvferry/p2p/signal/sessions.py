@@ -95,9 +95,10 @@ class Sessions:
         """End it; `tell` the peer why. Idempotent."""
         if session.ended:
             return
+        text = error.text.removeprefix(f"{session!r}: ")  # the peer's own name for the session goes before it there
         session.state = State.ENDED
         if tell:
-            self._put(session, Goodbye(code=error.code, text=error.text))
+            self._put(session, Goodbye(code=error.code, text=text))
         if session.identity is not None:
             self._by_identity.pop(session.identity, None)
         if session.address is not None:
@@ -130,7 +131,7 @@ class Sessions:
         for session in self.all():
             if session.state is not State.UP:
                 if self.now >= session.set_up_by:
-                    why = f"{session!r} did not come up within {self._set_up_s:g} s"
+                    why = f"{session!r} did not come up within {self._set_up_s:g} s{_silence(session)}"
                     self.end(session, PeerGoneError("unreachable", why), tell=True)
                 next_at = min(next_at, session.set_up_by)
                 continue
@@ -204,7 +205,7 @@ class Sessions:
         session.heard_at = self.now
         try:
             if isinstance(message, Goodbye):
-                self.end(session, PeerGoneError(message.code, f"{session!r}: {message.text}"))
+                self.end(session, PeerGoneError(message.code, f"{session!r}: the peer says: {message.text}"))
             elif isinstance(message, Hello | Challenge | Introduce | Welcome):
                 self._greet(session, message)
             elif isinstance(message, Beat) and session.state is State.LINKING:
@@ -288,3 +289,10 @@ class Sessions:
             self.counters["malformed"] += 1
             _LOG.warning("%s", error)
             return None
+
+
+def _silence(session: Session) -> str:
+    """What to look for where a session to an address did not come up."""
+    if session.address is None or session.state is not State.GREETING:
+        return ""
+    return ": no engine answers at that address, or none with this one's CURVE key"

@@ -102,7 +102,7 @@ class OutgoingTable:
         out = self._by_number.get(number)
         if out is None:
             return
-        new = [item for item in items if item not in out.ready]
+        new = [item for item in dict.fromkeys(items) if item not in out.ready]
         out.ready.update(new)
         if out.state is State.SENDING:
             for item in new:

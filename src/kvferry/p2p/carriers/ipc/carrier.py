@@ -198,6 +198,9 @@ class IpcCarrier:
         """Answered when no copy of it is under way."""
         self._reader.stop(session, number, lambda: self._post(partial(self._host.stop_landing, session, number)))
 
+    def tick(self, now: float) -> None:
+        """Nothing: a peer that reads and is silent keeps the blocks."""
+
     def session_lost(self, session: Session) -> None:
         """Unmap the peer's caches once no copy runs. The peer may read on until it says that it does not."""
         self._host.session_lost(session)

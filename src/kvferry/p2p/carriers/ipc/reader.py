@@ -137,8 +137,9 @@ class Reader:
     def _ready(self, session: Session, number: int, items: Sequence[int]) -> None:
         job = self._jobs.get((session, number))
         if job is not None:
-            job.waiting.extend(item for item in items if item in job.to_come)
-            job.to_come.difference_update(items)
+            fresh = [item for item in dict.fromkeys(items) if item in job.to_come]
+            job.waiting.extend(fresh)
+            job.to_come.difference_update(fresh)
             if job.waiting and job not in self._turns:
                 self._turns.append(job)
 

@@ -47,6 +47,7 @@ class NcclCarrier(PushCarrier):
         self._launcher: NcclLauncher | None = None
         self._memory = ExitStack()
         self._device = -1
+        self._joined: set[Session] = set()  # those whose peer has made its communicator
 
     @property
     def bytes_per_peer(self) -> int:
@@ -83,6 +84,11 @@ class NcclCarrier(PushCarrier):
             return False
         return True
 
+    def session_lost(self, session: Session) -> None:
+        """Exchange nothing more over it; what is being read or written is waited for."""
+        self._joined.discard(session)
+        super().session_lost(session)
+
     def close(self) -> None:
         """End the communicators, and free the buffers. Idempotent; waits, but not without end."""
         launcher, self._launcher = self._launcher, None
@@ -111,8 +117,9 @@ class NcclCarrier(PushCarrier):
         inlet = self._inlet(session)
         if message.max_ctas != self._settings.max_ctas:
             raise ProtocolError(f"{message.max_ctas} NCCL channels there, {self._settings.max_ctas} here: set the same")
-        if inlet is None or inlet.lane is not None:
+        if inlet is None or session in self._joined:
             raise ProtocolError("a second communicator for one direction")
+        self._joined.add(session)
         self._connect(session, inlet, message.unique_id, 1)
 
     def _connect(self, session: Session, end: Outlet | Inlet, unique_id: bytes, rank: int) -> None:

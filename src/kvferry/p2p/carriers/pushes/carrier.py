@@ -10,7 +10,7 @@ from kvferry.p2p import geometry
 from kvferry.p2p.carriers.base import CarrierEvents
 from kvferry.p2p.carriers.pushes.buffers import Buffer, Buffers
 from kvferry.p2p.carriers.pushes.inlet import Expected, Inlet
-from kvferry.p2p.carriers.pushes.outlet import Item, Outlet, Post
+from kvferry.p2p.carriers.pushes.outlet import GO_S, Item, Outlet, Post
 from kvferry.p2p.memory import BlockMemory, Memory
 from kvferry.p2p.signal.messages import Go, Message, NcclNew, Offer, Push, Ready
 from kvferry.p2p.signal.session import Session
@@ -40,7 +40,7 @@ class PushCarrier:
     def start_item(self, session: Session, number: int, item: int, source: Memory) -> None:
         """Queue it."""
         outlet = self._outlet(session)
-        if outlet is None:
+        if outlet is None or outlet.ended:
             return
         self._by_number[number] = outlet
         total = _bytes_of(session, source, item)
@@ -102,6 +102,12 @@ class PushCarrier:
             return False
         return True
 
+    def tick(self, now: float) -> None:
+        """A peer that begins nothing of what was pushed would keep a buffer, and somebody's blocks, for ever."""
+        for session, outlet in self._outlets.items():
+            if outlet.is_late(now):
+                self._fail(session, TransferError("timed_out", f"what was pushed was not begun within {GO_S:g} s"))
+
     def session_lost(self, session: Session) -> None:
         """Exchange nothing more over it; what is being read or written is waited for."""
         for end in (self._outlets.pop(session, None), self._inlets.get(session)):
@@ -133,7 +139,7 @@ class PushCarrier:
 
     def _outlet(self, session: Session) -> Outlet | None:
         outlet = self._outlets.get(session)
-        if outlet is None and self._is_ready(session):
+        if outlet is None and not session.ended and self._is_ready(session):
             outlet = self._outlets[session] = Outlet(
                 self._send_buffers,
                 partial(self._tell, session),
@@ -149,7 +155,7 @@ class PushCarrier:
 
     def _inlet(self, session: Session) -> Inlet | None:
         inlet = self._inlets.get(session)
-        if inlet is None and self._is_ready(session):
+        if inlet is None and not session.ended and self._is_ready(session):
             inlet = self._inlets[session] = Inlet(
                 self._receive_buffers,
                 partial(self._tell, session),

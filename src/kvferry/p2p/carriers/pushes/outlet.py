@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from kvferry.p2p.signal.messages import MAX_RUN_ITEMS, Go, Message, Push
 
 MAX_AHEAD = 2  # runs that are agreed on: the next begins where one ends
 _SLOTS_A_RUN = 8
+GO_S = 120.0  # that a peer may take to begin what was pushed: it waits for a buffer, and each of its runs has an end
 _MAX_PIECES = 32_768  # of a run of several items: what the copy reads of them has its limits
 
 Post = Callable[[Callable[[], None]], None]
@@ -53,6 +56,7 @@ class Outlet:
     reading: Counter[int] = field(default_factory=Counter)
     _stopping: set[int] = field(default_factory=set)
     _pushed: deque[Run] = field(default_factory=deque)
+    _go_by: float = math.inf
     _begun: int = 0
     _buffer: Buffer | None = None
     _pipe: SendPipe | None = None
@@ -76,13 +80,15 @@ class Outlet:
                     return
             elif agreed >= MAX_AHEAD or (agreed and self.buffers.are_waited_for):
                 return
-            part_bytes = self._buffer.slot_bytes
+            buffer = self._buffer  # given back where the session ends by telling the peer, which takes no messages
+            part_bytes = buffer.slot_bytes
             run = self._next_run(_SLOTS_A_RUN * part_bytes)
             self.reading[run.number] += 1
             self._pushed.append(run)
+            self._go_by = min(self._go_by, time.monotonic() + GO_S)
             items = len(run.sizes)
             self.tell(Push(number=run.number, item=run.item, items=items, nbytes=run.nbytes, part_bytes=part_bytes))
-            self._buffer.copies.prepare(run)
+            buffer.copies.prepare(run)
 
     def _next_run(self, max_bytes: int) -> Run:
         first = self.queue.popleft()
@@ -114,9 +120,14 @@ class Outlet:
         if message.part_bytes > self._buffer.slot_bytes:
             raise ProtocolError(f"a go for parts of {message.part_bytes} bytes, slots have {self._buffer.slot_bytes}")
         run = self._pushed.popleft()
+        self._go_by = time.monotonic() + GO_S if self._pushed else math.inf
         run.part_bytes = message.part_bytes
         self._begun += 1
         self.lane.call(partial(self._pipe.start, run, self._buffer))
+
+    def is_late(self, now: float) -> bool:
+        """Whether the peer should have begun the first run that was pushed."""
+        return now > self._go_by
 
     def end(self, why: str) -> None:
         """The session has ended: begin nothing more. What runs is waited for; stops are still answered."""

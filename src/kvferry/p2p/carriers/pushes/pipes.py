@@ -74,13 +74,16 @@ class Pipe(ABC):
         """Fill a slot, or empty it, and go on with `then` in the lane's thread."""
         assert self._buffer is not None
         copies = self._buffer.copies
-        copies.copy(part, slot, lambda error: self._lane.call(partial(then, error)), to_flat=to_flat)
+        try:
+            copies.copy(part, slot, lambda error: self._lane.call(partial(then, error)), to_flat=to_flat)
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody else would say that the part has failed
+            then(error)
 
     def _finished(self, part: Part, slot: int) -> None:
-        """A part is done."""
+        """A part is done; where one before it has failed its run ends as all others do."""
         self._under_way -= 1
         self._free.append(slot)
-        if part.is_last:
+        if part.is_last and self._error is None:
             self._runs.remove(part.run)
             self._done(part.run, None)
         self._go_on()
@@ -153,7 +156,9 @@ class ReceivePipe(Pipe):
     def _scattered(self, part: Part, slot: int, error: Exception | None) -> None:
         run = part.run
         self._writing[run.number] -= 1
-        if error is None and run.wanted:
+        if not self._writing[run.number]:
+            del self._writing[run.number]
+        if error is None and self._error is None and run.wanted:  # else a part before it may have failed
             items = run.items_ending(part.begin, part.end)
             if items:
                 self._landed(run.number, *items)
@@ -166,6 +171,5 @@ class ReceivePipe(Pipe):
     def _answer_stops(self) -> None:
         ready = [stop for stop in self._stops if not self._writing[stop[0]]]
         self._stops = [stop for stop in self._stops if self._writing[stop[0]]]
-        for number, then in ready:
-            del self._writing[number]
+        for _, then in ready:
             then()

@@ -78,6 +78,7 @@ class Ring(ABC):
                 if job is None:
                     break
                 job()
+                del job  # it keeps the memory that was copied, such as KV caches that are not registered any more
             while self._running:
                 self._finish()
 
