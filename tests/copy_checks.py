@@ -40,14 +40,16 @@ def check_gather(copier: CudaCopier, case: Case, shift: int) -> None:
     assert np.all(memory == UNTOUCHED)
 
 
-def check_scatter(copier: CudaCopier, case: Case, skip: int) -> None:
+def check_scatter(copier: CudaCopier, case: Case, skip: int, num_stages: int = 1) -> None:
     chunks = case.random_chunks(4)
     memory, flats = flat_side(case)
     for place, chunk in zip(chunks_in(memory, case, flats), chunks, strict=True):
         place[:] = chunk
     found = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.storage_bytes]
     expected = [storage.copy() for storage in found]
-    copier.scatter(planned(case, found, flats, skip))
+    plan = planned(case, found, flats, skip)
+    for part in [plan.stage(stage, num_stages) for stage in range(num_stages)] if num_stages > 1 else [plan]:
+        copier.scatter(part)
     oracle.scatter(case.layout, expected, case.ids, chunks, skip)
     for one, other in zip(found, expected, strict=True):
         assert np.array_equal(one, other)

@@ -16,6 +16,7 @@ from kvferry.client.jobs import Job, RetrieveResult, StoreResult
 from kvferry.client.keys import RequestKeys
 from kvferry.client.transfers import int32_ids
 from kvferry.client.url import UnixAddress, parse_url
+from kvferry.client.waiting import Waiting
 from kvferry.errors import (
     BlockIdError,
     DeadlineError,
@@ -25,7 +26,7 @@ from kvferry.errors import (
     ServerGoneError,
 )
 from kvferry.layout import KeyContext, chain_hashes
-from kvferry.protocol.messages import Error, Pong, Proof, Register, Reply, Retrieved, Stored
+from kvferry.protocol.messages import Error, Pong, Progress, Proof, Register, Reply, Retrieved, Stored
 from serving.engine_side import CHUNK_TOKENS, link_of, prompt
 from serving.process import Stage, eventually
 from serving.storages import storages_of
@@ -203,6 +204,38 @@ def test_a_cancel_that_is_not_confirmed_says_so() -> None:
     with pytest.raises(DeadlineError, match="has not confirmed"):
         job.cancel(0.01)
     assert asked == [True]
+
+
+def test_stages_are_waited_for_and_news_that_make_no_sense_are_none() -> None:
+    job = Job[RetrieveResult]([1, 2], Retrieved, stages=4)
+    job.wait_stages(0, 0)
+    for told, done in ((0, 0), (2, 2), (1, 2), (-1, 2), (4, 2), (1 << 40, 2), (3, 3), (2, 3)):
+        job.advance(told)
+        job.wait_stages(done, 0)
+        with pytest.raises(DeadlineError, match=f"stage {done + 1} of 4"):
+            job.wait_stages(done + 1, 0)
+    waiting = threading.Thread(target=job.wait_stages, args=(4, 20))
+    waiting.start()
+    job.end(Retrieved(1, 1))
+    waiting.join(20)
+    assert not waiting.is_alive()
+    job.wait_stages(4, 0)
+    failed = Job[RetrieveResult]([1, 2], Retrieved, stages=4)
+    failed.advance(2)
+    failed.end(ServerGoneError("gone"))
+    with pytest.raises(ServerGoneError):
+        failed.wait_stages(1, 0)
+
+
+def test_progress_ends_nothing_and_is_for_jobs_alone() -> None:
+    waiting, told = Waiting(), list[object]()
+    waiting.add_job(1, told.append, lambda: None, lambda stages: told.append(stages))
+    waiting.add_talk(2, told.append)
+    for seq in (1, 2, 3):
+        waiting.deliver(Progress(seq, 5))
+    waiting.deliver(Retrieved(1, 1))
+    waiting.deliver(Progress(1, 6))
+    assert told == [5, Progress(2, 5), Retrieved(1, 1)]
 
 
 @pytest.mark.parametrize("ids", [[[1]], [1.5], ["a"], [-1], [1 << 31]])

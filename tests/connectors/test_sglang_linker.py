@@ -24,10 +24,10 @@ KEYS = hashes("x", 6)
 FULL = SimpleNamespace(name="FULL")
 
 
-def pool(value: float | None = None, kind: str = "MHATokenToKVPool", **other: Any) -> Any:
+def pool(value: float | None = None, kind: str = "MHATokenToKVPool", layers: int = LAYERS, **other: Any) -> Any:
     """A device pool: a tensor of tokens for each of K and V of each layer, each element another number."""
     shape = (PAGES * PAGE, HEADS, DIM)
-    flat = allocate_shared((2 * LAYERS, *shape), torch.float32)
+    flat = allocate_shared((2 * layers, *shape), torch.float32)
     flat.copy_(torch.arange(flat.numel(), dtype=torch.float32).view(flat.shape))
     if value is not None:
         flat.fill_(value)
@@ -54,12 +54,12 @@ def make(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...
     install(monkeypatch)
     made: list[Any] = []
 
-    def begin(value: float | None = None, *, kind: str = "MHATokenToKVPool", **extra: Any) -> Any:
+    def begin(value: float | None = None, *, kind: str = "MHATokenToKVPool", layers: int = LAYERS, **extra: Any) -> Any:
         linker = importlib.import_module("kvferry.connectors.sglang.linker")
         settings = {"url": stage.url, "model_id": "m@1", "answer_timeout_s": 3.0, "load_timeout_s": 3.0, **extra}
         found = linker.KVFerryLinker(
             SimpleNamespace(model_path="/models/tiny"),
-            params(pool(value, kind)),
+            params(pool(value, kind, layers)),
             components=[FULL],
             extra_config=settings,
         )

@@ -53,6 +53,7 @@ def test_gather(copier: CudaCopier, name: str) -> None:
 def test_scatter(copier: CudaCopier, name: str) -> None:
     case = CASES[name]
     check_scatter(copier, case, len(case.ids) // 3)
+    check_scatter(copier, case, len(case.ids) // 3, num_stages=min(3, len(case.layout.planes)))
 
 
 @pytest.mark.parametrize("staging", [32, 100, 4096, 65_536])

@@ -50,6 +50,7 @@ def test_both_ways(driver: fake_cuda.FakeDriver, copier: CudaCopier, name: str) 
     check_gather(copier, case, 1)
     for skip in (0, 1, len(case.ids) // 3, len(case.ids)):
         check_scatter(copier, case, skip)
+        check_scatter(copier, case, skip, num_stages=min(3, len(case.layout.planes)))
     assert driver.fake.calls["cuLaunchKernel"] == before
     assert driver.fake.calls["cuMemcpyBatchAsync_v2"] > 0
 

@@ -66,6 +66,22 @@ def test_scatter(copier: HostCopier, name: str, shift: int) -> None:
         assert np.array_equal(one, other)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_scatter_in_stages(copier: HostCopier, name: str) -> None:
+    case = CASES[name]
+    chunks = case.random_chunks(4)
+    memory, flats = flat_side(case, 1)
+    memory[1 : 1 + case.num_chunks * case.chunk_bytes] = np.concatenate(chunks)
+    found = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.storage_bytes]
+    expected = [storage.copy() for storage in found]
+    plan = planned(case, found, flats, skip := len(case.ids) // 3)
+    for stage in range(num_stages := min(3, len(case.layout.planes))):
+        copier.scatter(plan.stage(stage, num_stages))
+    oracle.scatter(case.layout, expected, case.ids, chunks, skip)
+    for one, other in zip(found, expected, strict=True):
+        assert np.array_equal(one, other)
+
+
 def test_cancel_stops_between_steps(copier: HostCopier) -> None:
     case = make_case([1 << 20], num_blocks=64, per_chunk=1, num_chunks=64)
     storages = case.random_storages(5)

@@ -70,6 +70,63 @@ def test_scatter_is_the_oracles(name: str, skip_share: float) -> None:
         assert np.array_equal(memory[base : base + len(storage)], storage)
 
 
+@st.composite
+def staged(draw: st.DrawFn) -> tuple[Case, int, int, int]:
+    """A case with some planes; in how many stages, how many blocks are skipped, a seed."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=9))
+    per_chunk, num_chunks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    case = make_case(lengths, num_blocks=16, per_chunk=per_chunk, num_chunks=num_chunks, pad=draw(st.integers(0, 3)))
+    return case, draw(st.integers(1, len(lengths))), draw(st.integers(0, len(case.ids))), draw(st.integers(0, 5))
+
+
+@given(staged())
+def test_stages_together_are_the_whole_each_byte_once(drawn: tuple[Case, int, int, int]) -> None:
+    case, num_stages, skip, seed = drawn
+    memory, bases, flats = arranged(case, seed)
+    plan = planned(case, bases, flats, skip)
+    rows = [row for stage in range(num_stages) for row in plan.stage(stage, num_stages).rows(to_flat=False).tolist()]
+    assert sorted(rows) == sorted(plan.rows(to_flat=False).tolist())
+    taken = np.zeros(len(memory), dtype=np.int64)
+    for target, _, nbytes in rows:
+        taken[target : target + nbytes] += 1
+    assert taken.max() <= 1
+    assert taken.sum() == (len(case.ids) - skip) * case.layout.block_bytes
+
+
+@given(staged())
+def test_a_stage_is_its_share_of_the_planes(drawn: tuple[Case, int, int, int]) -> None:
+    """By the definition: after `n` stages the planes before `n * P // S` are there in all blocks, and no others."""
+    case, num_stages, skip, seed = drawn
+    memory, bases, flats = arranged(case, seed)
+    chunks = case.random_chunks(seed)
+    for flat, chunk in zip(flats, chunks, strict=True):
+        memory[flat : flat + case.chunk_bytes] = chunk
+    plan = planned(case, bases, flats, skip)
+    wanted = [np.full(size, UNTOUCHED, dtype=np.uint8) for size in case.storage_bytes]
+    oracle.scatter(case.layout, wanted, case.ids, chunks, skip)
+    planes = case.layout.planes
+    for stage in range(num_stages):
+        part = plan.stage(stage, num_stages)
+        follow(part.in_order(whole=False), memory, to_flat=False)
+        for number, plane in enumerate(planes):
+            comes = number < (stage + 1) * len(planes) // num_stages
+            for block in case.ids[skip:]:
+                place = plane.offset + block * plane.stride
+                found = memory[bases[plane.storage] + place :][: plane.length]
+                assert np.array_equal(found, wanted[plane.storage][place:][: plane.length]) or not comes
+                assert comes or (found == UNTOUCHED).all()
+    for base, storage in zip(bases, wanted, strict=True):
+        assert np.array_equal(memory[base : base + len(storage)], storage)
+
+
+@pytest.mark.parametrize(("number", "of"), [(-1, 2), (2, 2), (0, 3), (0, 0)])
+def test_what_is_no_stage_is_refused(number: int, of: int) -> None:
+    case = CASES["pages_padded"]  # two planes
+    _, bases, flats = arranged(case, 0)
+    with pytest.raises(ValueError, match=f"stage {number} of {of}, for 2 planes"):
+        planned(case, bases, flats).stage(number, of)
+
+
 def test_order_is_that_of_flat_addresses() -> None:
     plan = one_plane(1).plan([3, 0, 2, 1], [500, 100, 400, 300], 1).in_order(whole=True)
     assert plan.flats.tolist() == [100, 300, 400]

@@ -48,6 +48,21 @@ def test_what_one_engine_stores_another_retrieves(stage: Stage) -> None:
         assert other.call("digest", blocks=target)["digest"] == before + want[5:]
 
 
+def test_a_retrieve_in_stages(stage: Stage) -> None:
+    """As many as planes at most; what is skipped stays."""
+    engine = stage.engine(device="cuda:0")
+    stage.wait_for_memory(engine)
+    want = engine.call("fill", blocks=BLOCKS, seed=1)["digest"]
+    engine.call("store", seed=1, num_tokens=TOKENS, blocks=BLOCKS)
+    target = list(range(40, 52))
+    for stages in (2, 3, 4, 256):
+        engine.call("wipe")
+        before = engine.call("digest", blocks=target[:5])["digest"]
+        lease = engine.call("lookup", seed=1, num_tokens=TOKENS)["lease"]
+        assert engine.call("retrieve", lease=lease, blocks=target, skip=5 * 16, stages=stages)["failed"] == []
+        assert engine.call("digest", blocks=target)["digest"] == before + want[5:]
+
+
 def test_memory_that_is_checked(zygote: Zygote, tmp_path: Path) -> None:
     """A chunk whose bytes change in pinned memory fails from there on, and nothing of it is written."""
     stage = Stage(zygote, tmp_path, device="cuda", verify_memory=True)

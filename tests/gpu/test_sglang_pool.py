@@ -162,6 +162,32 @@ def test_pages_go_round_bit_for_bit(make: Callable[..., Any], kind: str, dtype: 
     check_found(second, hashes("y", 2), 0)
 
 
+@pytest.mark.parametrize("kind", ["MHATokenToKVPool", "MLATokenToKVPool"])
+def test_each_layer_is_there_when_the_forward_comes_to_it(make: Callable[..., Any], kind: str) -> None:
+    source, target = device_pool(kind, torch.bfloat16), device_pool(kind, torch.bfloat16)
+    fill(source, 1)
+    fill(target, 2)
+    first, second = make(source), make(target)
+    keys, pages = hashes("x", PAGES - 1), range(1, PAGES)
+    wanted = pages_of(source, *pages)
+    offload(first, keys, *pages)
+    check_found(second, keys, len(keys))
+    assert second.load("r", kv(keys, *reversed(pages))), told(second)
+    counter, tensors_a_layer = second.layer_done_counter, len(wanted) // LAYERS
+    index = second.start_layer_wise_loading()
+    (job,) = counter._batches[index].jobs
+    counter.set_consumer(index)
+    for layer in range(LAYERS):
+        counter.wait_until(layer)
+        first_tensor = layer * tensors_a_layer
+        layer_tensors = target.tensors[first_tensor : first_tensor + tensors_a_layer]
+        found = [tensor.view(torch.uint8)[indices(*reversed(pages))].cpu() for tensor in layer_tensors]
+        check_same(found, wanted[first_tensor : first_tensor + tensors_a_layer], f"layer {layer}")
+    assert second.finish_layer_wise_loading(index), f"{job!r}; {told(second)}"
+    assert (job.stages, job._stages_done) == (LAYERS, LAYERS - 1)  # each was told of, but for the last
+    check_same(pages_of(target, *reversed(pages)), wanted, "what was loaded")
+
+
 def test_an_offload_reads_what_the_forward_stream_is_still_writing(make: Callable[..., Any]) -> None:
     pool = device_pool("MHATokenToKVPool", torch.bfloat16)
     other = device_pool("MHATokenToKVPool", torch.bfloat16)

@@ -33,6 +33,7 @@ EXAMPLES: list[Message] = [
     Lookup(1, "request", b"k" * 64),
     Store(2, b"k" * 32, 0, b"\0" * 16, Ticket(3, 4), 1.5),
     Retrieve(3, 99, b"\0" * 16),
+    Retrieve(3, 99, b"\0" * 16, 4, None, 2.0, 256),
 ]
 
 
@@ -92,6 +93,8 @@ def test_an_unknown_field_is_ignored() -> None:
         msgspec.msgpack.encode({"type": "lookup", "seq": 1, "request_id": "", "keys": b""}),
         msgspec.msgpack.encode({"type": "lookup", "seq": 1, "request_id": "r", "keys": "text"}),
         msgspec.msgpack.encode({"type": "fd_batch", "seq": 1, "count": 129}),
+        msgspec.msgpack.encode({"type": "retrieve", "seq": 1, "lease_id": 1, "block_ids": b"", "stages": 0}),
+        msgspec.msgpack.encode({"type": "retrieve", "seq": 1, "lease_id": 1, "block_ids": b"", "stages": 257}),
         msgspec.msgpack.encode(["ping", 1]),
     ],
 )

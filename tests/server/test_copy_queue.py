@@ -15,7 +15,7 @@ from kvferry.ipc.events import Ticket
 from kvferry.server.work.copies import CopyQueue
 from kvferry.server.work.device import Device
 from kvferry.server.work.opened import OpenedCache
-from kvferry.server.work.tasks import CopyDone, CopyTask, Direction
+from kvferry.server.work.tasks import CopyDone, CopyTask, Direction, StageDone
 
 
 class Events:
@@ -31,16 +31,21 @@ class Events:
 
 
 class Plan:
-    """Of one job, or a part of it."""
+    """Of one job, or a part of it; chunks have six planes."""
 
     skips = False
 
-    def __init__(self, job: int, num_chunks: int = 0) -> None:
+    def __init__(self, job: int, num_chunks: int = 0, *, chunk_bytes: int = 64, stage: int | None = None) -> None:
         self.job = job
+        self.stage_number = stage
         self.flats = np.zeros(num_chunks, dtype=np.int64)
+        self.chunks = SimpleNamespace(chunk_bytes=chunk_bytes, planes=np.zeros((4, 6)))
 
     def part(self, start: int, stop: int) -> Plan:
-        return Plan(self.job, stop - start)
+        return Plan(self.job, stop - start, chunk_bytes=self.chunks.chunk_bytes, stage=self.stage_number)
+
+    def stage(self, number: int, of: int) -> Plan:
+        return Plan(self.job, len(self.flats), chunk_bytes=self.chunks.chunk_bytes // of, stage=number)
 
 
 class Cache:
@@ -52,7 +57,7 @@ class Cache:
         self.events: Events = Events()
 
     def plan(self, task: CopyTask, pool_address: int) -> Plan:
-        return Plan(task.job_id)
+        return Plan(task.job_id, chunk_bytes=self.layout.block_bytes)
 
 
 class Notes:
@@ -62,6 +67,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.steps_taken: list[int] = []  # by job
+        self.stages_taken: list[int | None] = []
         self.in_flight: set[int] = set()
         self.copiers = dict.fromkeys(Direction, self)
 
@@ -71,6 +77,7 @@ class Notes:
             for number in range(4):
                 yield number
                 self.steps_taken.append(plan.job)
+                self.stages_taken.append(plan.stage_number)
         finally:
             self.in_flight.discard(plan.job)
 
@@ -87,14 +94,18 @@ class Copies(CopyQueue):
 
     def __init__(self, cache: Cache) -> None:
         self.done: list[CopyDone] = []
-        super().__init__({1: cast(OpenedCache, cache)}, memory_address=0, post=self.done.append)
+        self.stages: list[tuple[int, int]] = []  # that are done, and of which job
+        super().__init__({1: cast(OpenedCache, cache)}, memory_address=0, post=self._take)
         self.device = Notes()
 
     def take_step(self) -> None:
         self.step(cast(Device, self.device))
 
-    def _chunks_a_step(self, task: CopyTask, device: Any) -> int:
-        return len(task.offsets)
+    def _take(self, completion: CopyDone | StageDone) -> None:
+        if isinstance(completion, StageDone):
+            self.stages.append((completion.job_id, completion.stages))
+        else:
+            self.done.append(completion)
 
 
 def task(job: int, timeout_s: float = 60.0, direction: Direction = Direction.GATHER) -> CopyTask:
@@ -232,14 +243,92 @@ def test_checksums_do_not_hold_up_the_other_direction_for_long(
     digests: tuple[bytes, ...] | None, num_parts: int
 ) -> None:
     """Five chunks of 32 MiB: one part of a copy, unless the processor has to read each part first."""
-    cache, done = Cache(), list[CopyDone]()
+    copies = big_copy(digests=digests)
+    while copies.wait_s is not None:
+        copies.take_step()
+    assert [(each.num_chunks, each.failure) for each in copies.done] == [(5, None)]
+    assert len(copies.device.steps_taken) == 4 * num_parts
+
+
+def big_copy(**changes: Any) -> Copies:
+    """Job 1, five chunks of 32 MiB, ready to be scattered."""
+    cache = Cache()
     cache.layout = SimpleNamespace(block_bytes=32 << 20)
     cache.events.done.add(1)
-    copies = CopyQueue({1: cast(OpenedCache, cache)}, memory_address=0, post=done.append)
+    copies = Copies(cache)
     job = task(1, direction=Direction.SCATTER)
-    copies.add(replace(job, block_ids=bytes(20), offsets=(0,) * 5, digests=digests))
-    device = Notes()
+    copies.add(replace(job, block_ids=bytes(20), offsets=(0,) * 5, **changes))
+    return copies
+
+
+def test_stages_come_one_after_the_other_and_are_told() -> None:
+    copies = big_copy(stages=3)
+    copies.device.step_bytes = 32 << 20  # three chunks of a stage
     while copies.wait_s is not None:
-        copies.step(cast(Device, device))
-    assert [(each.num_chunks, each.failure) for each in done] == [(5, None)]
-    assert len(device.steps_taken) == 4 * num_parts
+        copies.take_step()
+    assert copies.stages == [(1, 1), (1, 2)]
+    assert [(each.num_chunks, each.failure) for each in copies.done] == [(5, None)]
+    assert copies.device.stages_taken == [number for number in range(3) for _ in range(2 * 4)]
+    assert copies.done[0].moved is not None
+    assert copies.done[0].moved.nbytes == 5 * 3 * ((32 << 20) // 3)
+
+
+def test_checksums_are_looked_at_once_before_the_first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[tuple[int | None, int]] = []
+
+    def count_good(part: Plan, digests: tuple[bytes, ...]) -> int:
+        looked_at.append((part.stage_number, len(digests)))
+        return len(digests)
+
+    monkeypatch.setattr("kvferry.server.work.copies.count_good", count_good)
+    copies = big_copy(stages=3, digests=(b"",) * 5)
+    while copies.wait_s is not None:
+        copies.take_step()
+    assert copies.device.stages_taken == [0] * 4 * 3 + [1] * 4 + [2] * 4
+    assert looked_at == [(None, 2), (None, 2), (None, 1)]  # of whole chunks
+
+
+def test_there_are_no_more_stages_than_planes() -> None:
+    copies = big_copy(stages=256)
+    while copies.wait_s is not None:
+        copies.take_step()
+    assert copies.stages == [(1, number) for number in range(1, 6)]
+
+
+@pytest.mark.parametrize("end", ["cancel", "end_cache"])
+@pytest.mark.parametrize(("num_steps", "stages"), [(1, []), (5 + 2, [1]), (2 * 5 + 1, [1, 2])])
+def test_of_a_copy_that_ends_between_stages_no_chunk_is_whole(num_steps: int, stages: list[int], end: str) -> None:
+    copies = big_copy(stages=3)
+    for _ in range(num_steps):
+        copies.take_step()
+    getattr(copies, end)(1)
+    copies.poll()
+    copies.take_step()
+    assert copies.wait_s is None
+    assert copies.device.in_flight == set()
+    assert copies.stages == [(1, number) for number in stages]
+    assert [(each.num_chunks, each.failure and each.failure.code) for each in copies.done] == [(0, "cancelled")]
+
+
+def test_the_last_stage_makes_chunks_whole() -> None:
+    copies = big_copy(stages=2)
+    copies.device.step_bytes = 32 << 20  # two chunks of a stage
+    while len(copies.device.steps_taken) < (3 + 1) * 4:
+        copies.take_step()
+    copies.take_step()
+    copies.cancel(1)
+    copies.take_step()
+    assert [(each.num_chunks, each.failure and each.failure.code) for each in copies.done] == [(2, "cancelled")]
+
+
+def test_the_first_stages_of_all_jobs_of_a_turn_come_before_second_ones() -> None:
+    """An engine that waits for the first layers of several loads has them."""
+    tasks = [replace(task(job, direction=Direction.SCATTER), stages=2) for job in (1, 2)]
+    copies = started(*tasks, task(3, direction=Direction.SCATTER))
+    while copies.wait_s is not None:
+        copies.poll()
+        copies.take_step()
+    assert copies.device.begun == [1, 2, 3]
+    assert copies.device.steps_taken == [1] * 4 + [2] * 4 + [3] * 4 + [1] * 4 + [2] * 4
+    assert copies.stages == [(1, 1), (2, 1)]
+    assert [each.job_id for each in copies.done] == [3, 1, 2]

@@ -35,6 +35,21 @@ def test_engines_on_gpus_and_on_the_host_share_a_server(gpu_stage: Stage) -> Non
         assert other.call("digest", blocks=target)["digest"] == want
 
 
+def test_a_retrieve_in_stages(gpu_stage: Stage) -> None:
+    """As many as planes at most; what is skipped stays."""
+    engine = gpu_stage.engine(device="double")
+    gpu_stage.wait_for_memory(engine)
+    want = engine.call("fill", blocks=BLOCKS, seed=1)["digest"]
+    engine.call("store", seed=1, num_tokens=TOKENS, blocks=BLOCKS)
+    target = list(range(40, 52))
+    for stages in (2, 3, 4, 256):
+        engine.call("wipe")
+        before = engine.call("digest", blocks=target[:5])["digest"]
+        lease = engine.call("lookup", seed=1, num_tokens=TOKENS)["lease"]
+        assert engine.call("retrieve", lease=lease, blocks=target, skip=5 * 16, stages=stages)["failed"] == []
+        assert engine.call("digest", blocks=target)["digest"] == before + want[5:]
+
+
 def test_memory_that_is_checked(zygote: Zygote, tmp_path: Path) -> None:
     stage = Stage(zygote, tmp_path, device="cuda", double=True, verify_memory=True)
     try:

@@ -93,6 +93,26 @@ def test_a_chunk_lost_after_the_lookup_fails_the_same_blocks_on_both_ranks(
     assert lookup(scheduler)[0] == NUM_CHUNKS
 
 
+@pytest.mark.parametrize("how", ["lose", "spoil"])
+def test_ranks_agree_too_where_they_retrieve_in_stages(pair: tuple[Stage, list[Side], Side], how: str) -> None:
+    """One that finds a damaged chunk has no whole chunk yet, so that none counts for the others either."""
+    stage, ranks, scheduler = pair
+    held = store(ranks)
+    _, lease = lookup(scheduler)
+    stage.server.call("meddle", what=how, rank=1, place=3)
+    num_good = 2 * CHUNK_BLOCKS if how == "lose" else 0
+    for number in (1, 0):
+        rank = ranks[number]
+        outcome = rank.call("retrieve", lease=lease, blocks=LATE, stages=2)
+        assert outcome["failed"] == LATE[num_good:]
+        assert rank.call("digest", blocks=LATE[:num_good])["digest"] == held[number][:num_good]
+    chunks, lease = lookup(scheduler, "again")
+    assert chunks == 2
+    for rank, want in zip(ranks, held, strict=True):
+        assert rank.call("retrieve", lease=lease, blocks=LATE, stages=2)["failed"] == []
+        assert rank.call("digest", blocks=LATE[:8])["digest"] == want[:8]
+
+
 def test_a_chunk_lost_while_one_rank_copies_fails_there_too(pair: tuple[Stage, list[Side], Side]) -> None:
     stage, ranks, scheduler = pair
     held = store(ranks)

@@ -67,7 +67,9 @@ def test_a_server_of_protocol_1_is_used(old_server: str) -> None:
         found = client.lookup("r", prompt(1, 3 * CHUNK_TOKENS), wait_s=1.0)
         assert (found.tokens, found.coming) == (2 * CHUNK_TOKENS, 0)
         target = [block + 32 for block in blocks]
-        client.retrieve(found.lease_id, target).wait(20)
+        job = client.retrieve(found.lease_id, target, stages=2)
+        job.wait_stages(1, 20)  # it tells of none: all is there at the end
+        assert job.wait(20).num_chunks == 2
         assert torch.equal(cache[:, target], cache[:, blocks])
         client.ping()
         for call in (lambda: client.prefetch(tokens), client.clear):

@@ -186,8 +186,8 @@ class EngineSide:
     def clear(self, seed: int | None = None, num_tokens: int = 0) -> dict[str, Any]:
         return {"cleared": self.client.clear(None if seed is None else prompt(seed, num_tokens))}
 
-    def retrieve(self, lease: int, blocks: Sequence[int], skip: int = 0) -> dict[str, Any]:
-        job = self.client.retrieve(lease, blocks, skip)
+    def retrieve(self, lease: int, blocks: Sequence[int], skip: int = 0, stages: int = 1) -> dict[str, Any]:
+        job = self.client.retrieve(lease, blocks, skip, stages=stages)
         try:
             job.wait(20)
         except KVFerryError as error:

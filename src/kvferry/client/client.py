@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvferry.client.connection import Connection
@@ -233,13 +234,8 @@ class CacheClient:
         written to. Without room the server skips, which is no error. With the `request_id` of a lookup, its tokens are
         not hashed again.
         """
-        return self._transfers.store(
-            lambda chunk_tokens: self._lookups.keys(request_id, tokens, chunk_tokens, context),
-            block_ids,
-            start_token=start_token,
-            stream=stream,
-            timeout_s=timeout_s,
-        )
+        keys_of = partial(self._lookups.keys, request_id, tokens, context=context)
+        return self._transfers.store(keys_of, block_ids, start_token=start_token, stream=stream, timeout_s=timeout_s)
 
     def retrieve(
         self,
@@ -249,15 +245,17 @@ class CacheClient:
         *,
         stream: int | None = None,
         timeout_s: float = _JOB_S,
+        stages: int = 1,
     ) -> Job[RetrieveResult]:
         """Fill blocks with what a lookup promised; each rank takes its share once.
 
         `block_ids` are the blocks of the promised tokens, from the first on; more are left alone, as are those of the
         first `skip_tokens` (whole blocks). The server writes once the work that `stream` has now is done. Until the job
-        is done, or `cancel` has returned, bytes may land in them; where it fails, `failed_block_ids` hold nothing.
+        is done, or `cancel` has returned, bytes may land in them; where it fails, `failed_block_ids` hold nothing. With
+        `stages` (of 256, and of a block's planes, no more) layers come one after the other; see `Job.wait_stages`.
         """
         return self._transfers.retrieve(
-            lease_id, block_ids, skip_tokens=skip_tokens, stream=stream, timeout_s=timeout_s
+            lease_id, block_ids, skip_tokens=skip_tokens, stream=stream, timeout_s=timeout_s, stages=stages
         )
 
     def stats(self) -> dict[str, float]:

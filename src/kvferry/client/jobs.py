@@ -38,12 +38,14 @@ class Job(Generic[_T]):
     Once it is done the server neither reads nor writes its blocks any more, whether it went well or not.
     """
 
-    def __init__(self, block_ids: Sequence[int], expected: type[Stored] | type[Retrieved]) -> None:
+    def __init__(self, block_ids: Sequence[int], expected: type[Stored] | type[Retrieved], *, stages: int = 1) -> None:
+        self.stages = stages
+        self._stages_done = 0  # those before the last that the server has told of
         self._block_ids = tuple(block_ids)
         self._expected = expected
         self._ask_to_stop: Callable[[], None] | None = None
         self._done = threading.Event()
-        self._lock = threading.Lock()  # one answer ends it
+        self._changed = threading.Condition()  # guards what is here; one answer ends it
         self._result: _T | None = None
         self._error: KVFerryError | None = None
         self._failed: tuple[int, ...] = ()
@@ -79,6 +81,20 @@ class Job(Generic[_T]):
         assert self._result is not None
         return self._result
 
+    def wait_stages(self, count: int, timeout_s: float = 60.0) -> None:
+        """Block until the first `count` of a retrieve's `stages` are in place; the last is with the job's end.
+
+        Of P planes, in the order in which the tensors were registered, stage `i` are those from `i * P // stages` up to
+        `(i + 1) * P // stages`, in all blocks. A server that does not tell of stages has them all in place at the end.
+
+        Raises what `wait` raises. Where it failed, what is in place is told by `failed_block_ids` alone.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done() or self._stages_done >= count, timeout_s):
+                raise DeadlineError(f"stage {count} of {self.stages} is not in place after {timeout_s:g} s")
+            if self._error is not None:
+                raise self._error
+
     def cancel(self, timeout_s: float = 10.0) -> bool:
         """Stop it, and block until no byte can move any more. True where it was stopped, False where it had ended well.
 
@@ -97,7 +113,7 @@ class Job(Generic[_T]):
 
     def end(self, answer: Answer) -> None:
         """The server's answer, or why there is none; only the first counts."""
-        with self._lock:
+        with self._changed:
             if self._done.is_set():
                 return
             if isinstance(answer, self._expected) and min(_numbers(answer)) >= 0:
@@ -106,6 +122,14 @@ class Job(Generic[_T]):
             else:
                 self._error, self._failed = self._failure(answer)
             self._done.set()
+            self._changed.notify_all()
+
+    def advance(self, num_done: int) -> None:
+        """The server says that so many stages are in place. Fewer than before, or all of them, are no news."""
+        with self._changed:
+            if self._stages_done < num_done < self.stages:
+                self._stages_done = num_done
+                self._changed.notify_all()
 
     def _failure(self, answer: Answer) -> tuple[KVFerryError, tuple[int, ...]]:
         """Why it failed, and for which blocks: for all of them where the answer does not make sense."""

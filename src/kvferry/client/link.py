@@ -17,7 +17,7 @@ from kvferry.client.idle import Idle
 from kvferry.client.incoming import Heard, Incoming
 from kvferry.client.process import ServerProcess
 from kvferry.client.url import Address
-from kvferry.client.waiting import Answer, OnAnswer, OnLost, Waiting
+from kvferry.client.waiting import Answer, OnAnswer, OnLost, OnProgress, Waiting
 from kvferry.errors import DeadlineError, ServerGoneError
 from kvferry.ipc.forks import tell_after_fork
 from kvferry.protocol.auth import Token
@@ -112,8 +112,10 @@ class Link:
             self.send(make(talk.seq), timeout_s)
             return talk.receive(kind, timeout_s)
 
-    def expect(self, on_answer: OnAnswer, on_lost: OnLost = lambda: None) -> int:
-        """A new seq, that of a job, whose one answer goes to `on_answer` in whatever thread reads it.
+    def expect(
+        self, on_answer: OnAnswer, on_lost: OnLost = lambda: None, on_progress: OnProgress = lambda stages: None
+    ) -> int:
+        """A new seq, that of a job, whose last answer goes to `on_answer` in whatever thread reads it.
 
         The server reads or writes our memory for it. So where the connection ends, whoever ended it, the failure is
         told only once that is over: the server has said so, or its process is gone (its socket can close before its
@@ -121,7 +123,7 @@ class Link:
         """
         self._check()
         seq = self._waiting.next_seq()
-        self._waiting.add_job(seq, on_answer, on_lost)
+        self._waiting.add_job(seq, on_answer, on_lost, on_progress)
         return seq
 
     def forget(self, seq: int) -> None:

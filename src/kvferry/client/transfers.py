@@ -16,7 +16,7 @@ from kvferry.client.registration import Registration
 from kvferry.client.waiting import Answer
 from kvferry.errors import BlockIdError, KVFerryError, ServerGoneError
 from kvferry.ipc.events import Ticket
-from kvferry.protocol.messages import KEY_BYTES, Cancel, Message, Retrieve, Retrieved, Store, Stored
+from kvferry.protocol.messages import KEY_BYTES, MAX_STAGES, Cancel, Message, Retrieve, Retrieved, Store, Stored
 
 _Make = Callable[[int, Ticket], Message]
 
@@ -61,19 +61,24 @@ class Transfers:
         skip_tokens: int,
         stream: int | None,
         timeout_s: float,
+        stages: int,
     ) -> Job[RetrieveResult]:
         """See `CacheClient.retrieve`."""
         registration = self._registered()
-        block_size = registration.storages.layout.block_size
+        layout = registration.storages.layout
+        block_size = layout.block_size
         skip, rest = divmod(skip_tokens, block_size)
         if rest or skip < 0:
             raise BlockIdError(f"skip_tokens is {skip_tokens}; only whole blocks of {block_size} tokens can be skipped")
+        if stages < 1:
+            raise ValueError(f"a retrieve in {stages} stages; it has at least one")
+        stages = min(stages, len(layout.planes), MAX_STAGES)
         ids = int32_ids(block_ids)
-        job = Job[RetrieveResult](ids[skip:].tolist(), Retrieved)
+        job = Job[RetrieveResult](ids[skip:].tolist(), Retrieved, stages=stages)
         self._start(
             job,
             registration,
-            lambda seq, ticket: Retrieve(seq, lease_id, ids.tobytes(), skip, ticket, timeout_s),
+            lambda seq, ticket: Retrieve(seq, lease_id, ids.tobytes(), skip, ticket, timeout_s, stages),
             stream,
         )
         return job
@@ -108,7 +113,7 @@ class Transfers:
                 job.end(answer)
 
         try:
-            seq = link.expect(on_answer, release)
+            seq = link.expect(on_answer, release, job.advance)
             job.bind(lambda: link.send(Cancel(seq), self._timeout_s))
             self._send(link, seq, make(seq, ticket))
         except ServerGoneError as error:  # before all of the request was sent: nothing will come of it

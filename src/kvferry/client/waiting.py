@@ -7,18 +7,26 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from kvferry.errors import KVFerryError
-from kvferry.protocol.messages import Reply
+from kvferry.protocol.messages import Progress, Reply
 
 Answer = Reply | KVFerryError
 OnAnswer = Callable[[Answer], None]
 OnLost = Callable[[], None]
+OnProgress = Callable[[int], None]
 _LOG = logging.getLogger(__name__)
 
 
+class _Job(NamedTuple):
+    on_answer: OnAnswer
+    on_lost: OnLost
+    on_progress: OnProgress
+
+
 class Waiting:
-    """Talks, which get any number of replies until they are dropped, and jobs, which get one. Thread-safe.
+    """Talks, which get any number of replies until they are dropped, and jobs, which one reply ends. Thread-safe.
 
     The server reads or writes our memory for a job, so that its end is not known when the connection ends.
     """
@@ -26,7 +34,7 @@ class Waiting:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # never held while an answer is given
         self._talks: dict[int, OnAnswer] = {}
-        self._jobs: dict[int, tuple[OnAnswer, OnLost]] = {}
+        self._jobs: dict[int, _Job] = {}
         self._ended: Callable[[], KVFerryError] | None = None
         self._seqs = itertools.count(1)
 
@@ -40,14 +48,15 @@ class Waiting:
             self._check()
             self._talks[seq] = on_answer
 
-    def add_job(self, seq: int, on_answer: OnAnswer, on_lost: OnLost) -> None:
-        """Give the one reply to `seq` to `on_answer`. Raises what the connection ended with, where it has.
+    def add_job(self, seq: int, on_answer: OnAnswer, on_lost: OnLost, on_progress: OnProgress) -> None:
+        """Give the reply that ends `seq` to `on_answer`. Raises what the connection ended with, where it has.
 
-        `on_lost` is called where the connection ends before; the answer, or the failure in its place, may come later.
+        `on_progress` gets the numbers of stages that come before. `on_lost` is called where the connection ends before;
+        the answer, or the failure in its place, may come later.
         """
         with self._lock:
             self._check()
-            self._jobs[seq] = on_answer, on_lost
+            self._jobs[seq] = _Job(on_answer, on_lost, on_progress)
 
     def drop(self, seq: int) -> None:
         """Nobody waits for replies to `seq` any more. Idempotent."""
@@ -62,8 +71,11 @@ class Waiting:
         """
         seq = getattr(reply, "seq", 0)
         with self._lock:
-            on_answer = self._talks.get(seq) or self._jobs.get(seq, (None, None))[0]
-        if on_answer is not None:
+            job = self._jobs.get(seq)
+            on_answer = self._talks.get(seq) or (job and job.on_answer)
+        if job is not None and isinstance(reply, Progress):
+            job.on_progress(reply.stages)
+        elif on_answer is not None:
             on_answer(reply)
             with self._lock:
                 self._jobs.pop(seq, None)
@@ -76,8 +88,8 @@ class Waiting:
         with self._lock:
             self._ended = error
             calls: list[OnLost] = [partial(on_answer, error()) for on_answer in self._talks.values()]
-            for on_answer, on_lost in self._jobs.values():
-                calls.append(partial(on_answer, error()) if jobs_too else on_lost)
+            for job in self._jobs.values():
+                calls.append(partial(job.on_answer, error()) if jobs_too else job.on_lost)
             if jobs_too:
                 self._jobs.clear()
             left = bool(self._jobs)

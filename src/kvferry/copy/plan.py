@@ -87,6 +87,22 @@ class CopyPlan(NamedTuple):
         """The copy of chunks `start` to `stop` alone."""
         return self._replace(ids=self.ids[start:stop], flats=self.flats[start:stop])
 
+    def stage(self, number: int, of: int) -> CopyPlan:
+        """One of `of` copies that together are this one: of all chunks the planes that are stage `number`'s share.
+
+        Of P planes these are `number * P // of` up to `(number + 1) * P // of`. Raises ValueError where there is no
+        such stage, or a stage would have no plane.
+        """
+        planes = self.chunks.planes
+        count = planes.shape[1]
+        if not 0 <= number < of <= count:
+            raise ValueError(f"stage {number} of {of}, for {count} planes; each stage has at least one")
+        first, stop = number * count // of, (number + 1) * count // of
+        chunks = ChunkMap.of_planes(
+            planes[:3, first:stop], num_blocks=self.chunks.num_blocks, blocks=self.chunks.blocks
+        )
+        return self._replace(chunks=chunks, flats=self.flats + planes[3, first])
+
     def in_order(self, *, whole: bool) -> CopyPlan:
         """The same copy in the order of flat addresses, without chunks of which nothing is copied.
 

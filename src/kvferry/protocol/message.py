@@ -26,11 +26,13 @@ MAX_HEARTBEAT_S = 3600.0
 NO_SEQ = 0  # in an Error: it answers no request in particular
 KEY_BYTES = HASH_BYTES
 BLOCK_ID_BYTES = 4
+MAX_STAGES = 256
 
 Seq = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Positive = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Stages = Annotated[int, Meta(ge=1, le=MAX_STAGES)]
 Keys = Annotated[bytes, Meta(max_length=1 << 20)]
 BlockIds = Annotated[bytes, Meta(max_length=4 << 20)]
 Seconds = Annotated[float, Meta(gt=0, le=86_400)]

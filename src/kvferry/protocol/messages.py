@@ -9,6 +9,7 @@ from kvferry.protocol.message import (
     KEY_BYTES,
     MAC_BYTES,
     MAX_FDS_A_BATCH,
+    MAX_STAGES,
     MAX_WAIT_S,
     NO_SEQ,
     NONCE_BYTES,
@@ -19,7 +20,7 @@ from kvferry.protocol.message import (
 )
 from kvferry.protocol.registration import Confirm, FdAck, FdBatch, Proof, Register, Registered, Unregister, Unregistered
 from kvferry.protocol.session import Closed, Error, Ping, Pong, Stats, StatsReply
-from kvferry.protocol.transfer import Cancel, Retrieve, Retrieved, Store, Stored
+from kvferry.protocol.transfer import Cancel, Progress, Retrieve, Retrieved, Store, Stored
 
 Request = (
     Hello
@@ -51,6 +52,7 @@ Reply = (
     | Prefetched
     | Cleared
     | Stored
+    | Progress
     | Retrieved
     | StatsReply
     | Pong
@@ -63,6 +65,7 @@ __all__ = [
     "PROTOCOL_VERSION",
     "OLDEST_VERSION",
     "MAX_FDS_A_BATCH",
+    "MAX_STAGES",
     "NONCE_BYTES",
     "TOKEN_NONCE_BYTES",
     "MAC_BYTES",
@@ -94,6 +97,7 @@ __all__ = [
     "Store",
     "Stored",
     "Retrieve",
+    "Progress",
     "Retrieved",
     "Cancel",
     "Stats",

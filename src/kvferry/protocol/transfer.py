@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.ipc.events import Ticket
-from kvferry.protocol.message import BlockIds, Count, Keys, Message, Seconds, Seq
+from kvferry.protocol.message import BlockIds, Count, Keys, Message, Seconds, Seq, Stages
 
 
 class Store(Message, frozen=True):
@@ -36,7 +36,9 @@ class Stored(Message, frozen=True):
 class Retrieve(Message, frozen=True):
     """Write this rank's share of a lease into `block_ids`, which cover all of it, but for the first `skip_blocks`.
 
-    Blocks beyond the share are left alone.
+    Blocks beyond the share are left alone. With `stages` above 1 (as many as planes at most): of P planes, stage `i`
+    fills those from `i * P // stages` up to `(i + 1) * P // stages` in all blocks, and a Progress follows each but the
+    last. A server that knows nothing of stages fills all at once, and sends none.
     """
 
     seq: Seq
@@ -45,6 +47,14 @@ class Retrieve(Message, frozen=True):
     skip_blocks: Count = 0
     ticket: Ticket | None = None
     timeout_s: Seconds = 60.0
+    stages: Stages = 1
+
+
+class Progress(Message, frozen=True):
+    """The first `stages` stages of the Retrieve `seq` are in place in all of its blocks. It goes on."""
+
+    seq: int
+    stages: int
 
 
 class Retrieved(Message, frozen=True):

@@ -34,7 +34,7 @@ from kvferry.server.watch.metrics import MetricsServer
 from kvferry.server.watch.snapshots import Question, Snapshot, Snapshots
 from kvferry.server.watch.transfers import Transfers
 from kvferry.server.work.devices import choose_devices
-from kvferry.server.work.tasks import CacheClosed, CacheOpened, CopyDone, FdsTaken, MemoryReady, PrepareTask
+from kvferry.server.work.tasks import CacheClosed, CacheOpened, CopyDone, FdsTaken, MemoryReady, PrepareTask, StageDone
 from kvferry.server.work.workers import Workers
 
 _LOG = logging.getLogger(__name__)
@@ -181,6 +181,7 @@ def _handlers(sessions: Sessions, state: State, health: Health) -> Mapping[type,
         question.answer.set_result(Snapshot(state.values(), health.report, transfers.metrics()))
 
     return {
+        StageDone: sessions.jobs.on_stage,
         CopyDone: on_copied,
         FdsTaken: sessions.registrar.on_fds_taken,
         CacheOpened: sessions.registrar.on_opened,

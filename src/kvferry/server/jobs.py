@@ -9,11 +9,21 @@ from dataclasses import dataclass
 
 from kvferry.cache import Chunk, ChunkState, Miss, Reservation, slot_bytes
 from kvferry.errors import BlockIdError, ProtocolError, RequestError
-from kvferry.protocol.messages import BLOCK_ID_BYTES, Cancel, Error, Message, Retrieve, Retrieved, Store, Stored
+from kvferry.protocol.messages import (
+    BLOCK_ID_BYTES,
+    Cancel,
+    Error,
+    Message,
+    Progress,
+    Retrieve,
+    Retrieved,
+    Store,
+    Stored,
+)
 from kvferry.server.key_run import KeyRun
 from kvferry.server.session import CacheState, RankCache, Session
 from kvferry.server.state import State
-from kvferry.server.work.tasks import CopyDone, CopyTask, Direction, Failure
+from kvferry.server.work.tasks import CopyDone, CopyTask, Direction, Failure, StageDone
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,7 +32,6 @@ MAX_TIMEOUT_S = 600.0  # of one job: what it has reserved, or pinned, is nobody 
 # How much of the memory the stores of one session may hold before they are whole, so that an engine whose GPU is slow,
 # or hangs, leaves some to others. Not less: a prompt that takes most of the memory is kept too.
 UNCOMMITTED_SHARE = 0.75
-_DAMAGED = "integrity"
 _BROKEN = ("cuda", "memory", "internal")  # failures of a copy on its way, not of what was asked for
 _CUT = Failure("cut", "a chunk of the promise cannot be delivered, to this rank or another; what comes before it was")
 
@@ -137,6 +146,17 @@ class Jobs:
         if job_id is not None:
             self._jobs[job_id].cache.worker.cancel(job_id)
 
+    def on_stage(self, done: StageDone) -> None:
+        """Tell the client how far its retrieve has come; not where it is known by now that some of it cannot come."""
+        job = self._jobs.get(done.job_id)
+        if not isinstance(job, _RetrieveJob):
+            return
+        assert job.last is not None
+        lease = self._state.leases.get(job.lease_id)
+        num_left = job.num_promised if lease is None else lease.num_chunks
+        if min(num_left, job.last.depth - job.before) == job.num_promised:
+            job.session.send(Progress(job.seq, done.stages))
+
     def on_done(self, done: CopyDone) -> None:
         """A copy has ended: publish or drop what it wrote, unpin what it read, and tell the client."""
         job = self._jobs.pop(done.job_id)
@@ -165,9 +185,9 @@ class Jobs:
     def _end_retrieve(self, job: _RetrieveJob, done: CopyDone) -> Message:
         assert job.last is not None
         self._state.counters.bytes_retrieved += done.num_chunks * job.cache.engine.geometry.chunk_bytes
-        if done.failure is not None and done.failure.code == _DAMAGED:
-            self._lose(job.last.at_depth(job.before + done.num_chunks + 1), done.failure)
-        elif done.failure is not None and done.failure.code in _BROKEN:
+        if done.failure is not None and done.damaged is not None:
+            self._lose(job.last.at_depth(job.before + done.damaged + 1), done.failure)
+        if done.failure is not None and (done.damaged is not None or done.failure.code in _BROKEN):
             self._state.leases.cut(job.lease_id, done.num_chunks)
         self._state.index.unpin(job.last)
         return self._answer_retrieve(job, done.num_chunks, done.failure)
@@ -228,6 +248,7 @@ class Jobs:
             ticket=message.ticket,
             deadline=time.monotonic() + min(message.timeout_s, MAX_TIMEOUT_S),
             digests=tuple(chunk.digest for chunk in chunks) if self._state.verify_memory else None,
+            stages=message.stages if isinstance(message, Retrieve) else 1,
         )
         self._jobs[job_id] = job
         job.session.jobs[job.seq] = job_id

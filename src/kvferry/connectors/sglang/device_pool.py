@@ -41,6 +41,19 @@ def device_caches(pool: Any) -> Mapping[str, torch.Tensor]:
     return found
 
 
+def num_layers(caches: Mapping[str, torch.Tensor]) -> int:
+    """How many layers the tensors of `device_caches` are, where each has as many planes, one layer after the other.
+
+    1 where that is not so: layers of several shapes, or that share memory.
+    """
+    layers: dict[str, list[object]] = {}
+    for name, tensor in caches.items():
+        layers.setdefault(name.rpartition(".")[2], []).append((tensor.shape, tensor.stride(), tensor.dtype))
+    first, *others = layers.values()
+    num_places = len({tensor.data_ptr() for tensor in caches.values()})
+    return len(layers) if num_places == len(caches) and all(layer == first for layer in others) else 1
+
+
 def is_latent(pool: Any) -> bool:
     """Whether every tensor-parallel rank has the same."""
     return type(pool).__name__ == _LATENT

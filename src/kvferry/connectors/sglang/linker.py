@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvferry.connectors.sglang import interface
-from kvferry.connectors.sglang.device_pool import block_ids, check_set_up, device_caches, is_latent
+from kvferry.connectors.sglang.device_pool import block_ids, check_set_up, device_caches, is_latent, num_layers
 from kvferry.connectors.sglang.identity import RankIdentity, model_name
 from kvferry.connectors.sglang.loads import Loads, QueuedLoad
 from kvferry.connectors.sglang.offloads import Offloads
@@ -68,7 +68,9 @@ class KVFerryLinker(UnifiedCacheLinker):
             answer_timeout_s=settings.answer_timeout_s,
         )
         self._promises = Promises(questions)
-        self.layer_done_counter = Loads(self._client, questions, timeout_s=settings.load_timeout_s)
+        self.layer_done_counter = Loads(
+            self._client, questions, num_layers=num_layers(caches), timeout_s=settings.load_timeout_s
+        )
         self._offloads = Offloads(
             self._client,
             max_pages=max(1, len(tokens) // self._page_tokens // _OFFLOADED_SHARE),

@@ -14,6 +14,7 @@ from kvferry.errors import DeadlineError, KVFerryError
 
 GRACE_S = 1.0  # beyond the time-out, for the server to fail the load by itself
 _TELL_S = 10.0
+_MAX_STAGES = 16
 _LOG = logging.getLogger("sglang.kvferry")
 
 
@@ -36,6 +37,9 @@ class _Batch:
 class Loads:
     """The loads of one rank, and the counter by which SGLang's forward waits for them. The scheduler's thread.
 
+    Each goes in stages of some layers, so that the forward is at the first ones while the others are still coming; all
+    at once where `num_layers` is 1.
+
     SGLang frees the slots of a load that has failed at once, so that nothing may be written there any more when it is
     told. A server that is alive and does not say that it has stopped is therefore waited for, for as long as it takes.
     """
@@ -45,11 +49,13 @@ class Loads:
         client: CacheClient,
         questions: Questions,
         *,
+        num_layers: int,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
         self._questions = questions
+        self.num_layers = num_layers  # SGLang asks for the last one before it replays a graph of the whole forward
         self._timeout_s = timeout_s
         self._clock = clock
         self._queued: dict[str, QueuedLoad] = {}
@@ -96,17 +102,17 @@ class Loads:
         return self._next
 
     def wait_until(self, layer: int) -> None:
-        """Return when the forward's batch has ended, well or not: the server fills all layers of a page at once."""
+        """Return when all layers up to this one are in place for the forward's batch, or what is not has failed."""
         batch = self._batches.get(self.consumer_index)
         if batch is not None:
-            self._settle(batch)
+            self._settle(batch, layer + 1)
 
     def finish(self, number: int) -> bool:
         """Whether all loads of a batch went well; nothing of it is written any more. The batch is forgotten."""
         batch = self._batches.pop(number, None)
         if batch is None:
             return True
-        self._settle(batch)
+        self._settle(batch, self.num_layers)
         for load in batch.loads:
             self._questions.give_back(load.runs or [])
         return not batch.failed
@@ -127,16 +133,25 @@ class Loads:
             wanted = [0] * run.skip + list(load.block_ids[run.start : run.start + run.num_pages])
             skip_tokens = run.skip * self._client.chunk_tokens
             try:
-                job = self._client.retrieve(run.lease_id, wanted, skip_tokens, stream=stream, timeout_s=self._timeout_s)
+                job = self._client.retrieve(
+                    run.lease_id,
+                    wanted,
+                    skip_tokens,
+                    stream=stream,
+                    timeout_s=self._timeout_s,
+                    stages=min(self.num_layers, _MAX_STAGES),
+                )
             except (KVFerryError, ValueError) as error:
                 self._fail(batch, error)
                 return
             batch.jobs.append(job)
 
-    def _settle(self, batch: _Batch) -> None:
+    def _settle(self, batch: _Batch, num_layers: int) -> None:
+        """Return when the first `num_layers` are in place in all of the batch; what fails has stopped."""
         for job in batch.jobs:
+            count = -(-num_layers * job.stages // self.num_layers)  # the last of them may begin in the stage before
             try:
-                job.wait(max(0.0, batch.begun_s + self._timeout_s + GRACE_S - self._clock()))
+                job.wait_stages(count, max(0.0, batch.begun_s + self._timeout_s + GRACE_S - self._clock()))
             except KVFerryError as error:
                 self._stop(job)
                 self._fail(batch, error)

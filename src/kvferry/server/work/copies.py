@@ -10,17 +10,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
-from kvferry.copy import CopyPlan, Steps
 from kvferry.errors import ChunkCorruptError, CopyCancelled, KVFerryError
-from kvferry.protocol.messages import BLOCK_ID_BYTES
 from kvferry.server.failures import failure_of
 from kvferry.server.watch.transfers import READ, WRITE, Moved
 from kvferry.server.work.checksums import count_good, digests_of
 from kvferry.server.work.device import Device
 from kvferry.server.work.opened import OpenedCache
-from kvferry.server.work.tasks import CopyDone, CopyTask, Direction, Failure
+from kvferry.server.work.stages import CopyOnItsWay, Run
+from kvferry.server.work.tasks import CopyDone, CopyTask, Direction, Failure, StageDone
 
 _LOG = logging.getLogger(__name__)
 
@@ -32,45 +30,21 @@ _WINDOW = 8  # how many of a turn may be asked at once, those that have waited l
 _CANCELLED = Failure("cancelled", "the job was cancelled; nothing of it is in flight")
 
 
-@dataclass(slots=True, eq=False)
-class _Copy:
-    """A copy on its way: chunks before `next_chunk` are whole."""
-
-    task: CopyTask
-    next_chunk: int = 0
-    plan: CopyPlan | None = None
-    digests: list[bytes] = field(default_factory=list)  # of what was gathered
-    seconds: float = 0.0  # that its parts took
-    nbytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The part of a copy that is under way: chunks up to `stop`, after which one is damaged, or not."""
-
-    turn: tuple[int, Direction]
-    part: CopyPlan
-    steps: Steps
-    stop: int
-    damaged: bool
-    began_at: float
-
-
 class CopyQueue:
     """Belongs to the worker's thread, but for `cancel`, `settle` and `end_cache`, which any thread may call."""
 
     def __init__(
-        self, caches: Mapping[int, OpenedCache], *, memory_address: int, post: Callable[[CopyDone], None]
+        self, caches: Mapping[int, OpenedCache], *, memory_address: int, post: Callable[[CopyDone | StageDone], None]
     ) -> None:
         self._caches = caches
         self._memory_address = memory_address
         self._post = post
         self._cancelled: set[int] = set()
         self._ended: set[int] = set()
-        self._waiting: dict[tuple[int, Direction], list[_Copy]] = {}
+        self._waiting: dict[tuple[int, Direction], list[CopyOnItsWay]] = {}
         self._expire_at = 0.0
-        self._ready: dict[tuple[int, Direction], deque[_Copy]] = {}  # the one whose turn it is comes first
-        self._running: dict[Direction, _Run] = {}  # each of the copy that is ready first in its turn
+        self._ready: dict[tuple[int, Direction], deque[CopyOnItsWay]] = {}  # the one whose turn it is comes first
+        self._running: dict[Direction, Run] = {}  # each of the copy that is ready first in its turn
         self._poll_s = _FIRST_POLL_S
 
     def cancel(self, job_id: int) -> None:
@@ -95,12 +69,12 @@ class CopyQueue:
     def add(self, task: CopyTask) -> None:
         """Take in a job, or end it at once where it cannot be done."""
         cache = self._caches.get(task.cache_id)
-        copy = _Copy(task)
+        copy = CopyOnItsWay(task)
         if cache is None:
             self._end(copy, _CANCELLED)
             return
         try:
-            copy.plan = cache.plan(task, self._memory_address)
+            copy.begin(cache.plan(task, self._memory_address))
             if task.ticket is not None and cache.events is None:
                 raise ValueError("the job waits for an event, but no events were registered")
         except (KVFerryError, ValueError) as error:
@@ -152,7 +126,7 @@ class CopyQueue:
     def _poll_turn(self, turn: tuple[int, Direction], now: float, *, all_limits: bool) -> None:
         """Ask the events of the first in a turn, and look at the time limits of the others, too, with `all_limits`."""
         copies = self._waiting.pop(turn)
-        still: list[_Copy] = []
+        still: list[CopyOnItsWay] = []
         for place, copy in enumerate(copies if all_limits else copies[:_WINDOW]):
             state = self._ask(copy, now) if place < _WINDOW else self._limit(copy, now) or False
             if isinstance(state, Failure):
@@ -192,13 +166,15 @@ class CopyQueue:
                 self._end(copies.popleft(), failure)
                 raise
         self._stop(turn)
-        if failure is not None or copy.next_chunk == len(copy.task.offsets):
+        if failure is not None or copy.is_done:
             self._end(copies.popleft(), failure)
+        elif not copy.next_chunk:  # a stage is done: who waits for first stages has all of them first
+            copies.rotate(-1)
         del self._ready[turn]
         if copies:
             self._ready[turn] = copies
 
-    def _take_step(self, turn: tuple[int, Direction], copy: _Copy, device: Device) -> bool:
+    def _take_step(self, turn: tuple[int, Direction], copy: CopyOnItsWay, device: Device) -> bool:
         """Whether the part that is under way is done, all bytes in place."""
         if self._is_cancelled(copy):
             raise CopyCancelled("cancelled before the step began")
@@ -208,25 +184,27 @@ class CopyQueue:
         if next(run.steps, None) is not None:
             return False
         copy.seconds += time.monotonic() - run.began_at
-        copy.nbytes += (run.stop - copy.next_chunk) * self._chunk_bytes(copy.task)
+        copy.nbytes += (run.stop - copy.next_chunk) * copy.plan.chunks.chunk_bytes
         if turn[1] is Direction.GATHER and copy.task.digests is not None:
             copy.digests += digests_of(run.part)
         copy.next_chunk = run.stop
         if run.damaged:
+            copy.damaged = run.stop
             raise ChunkCorruptError("its bytes in memory are not those that were stored: their checksum has changed")
+        if copy.end_stage():
+            self._post(StageDone(copy.task.cache_id, copy.task.job_id, copy.stage))
         return True
 
-    def _begin(self, turn: tuple[int, Direction], copy: _Copy, device: Device) -> _Run:
+    def _begin(self, turn: tuple[int, Direction], copy: CopyOnItsWay, device: Device) -> Run:
         """The next part of a copy, up to the first chunk whose bytes are not what they were."""
         task, direction = copy.task, turn[1]
-        stop = wanted = min(copy.next_chunk + self._chunks_a_step(task, device), len(task.offsets))
-        assert copy.plan is not None
-        part = copy.plan.part(copy.next_chunk, stop)
-        if direction is Direction.SCATTER and task.digests is not None:
-            stop = copy.next_chunk + count_good(part, task.digests[copy.next_chunk : stop])
-            part = copy.plan.part(copy.next_chunk, stop)
+        start = copy.next_chunk
+        stop = wanted = min(start + self._chunks_a_step(copy, device), len(task.offsets))
+        if direction is Direction.SCATTER and task.digests is not None and copy.stage == 0:
+            stop = start + count_good(copy.whole.part(start, stop), task.digests[start:stop])
+        part = copy.plan.part(start, stop)
         steps = device.copiers[direction].steps(part, to_flat=direction is Direction.GATHER)
-        return _Run(turn, part, steps, stop, damaged=stop < wanted, began_at=time.monotonic())
+        return Run(turn, part, steps, stop, damaged=stop < wanted, began_at=time.monotonic())
 
     def _stop(self, turn: tuple[int, Direction]) -> None:
         """Nothing of what is under way in this turn is in flight after this."""
@@ -239,15 +217,13 @@ class CopyQueue:
         except KVFerryError:  # the copies after it meet the same, where the device is lost
             _LOG.exception("the copy that is being ended failed")
 
-    def _chunks_a_step(self, task: CopyTask, device: Device) -> int:
-        nbytes = device.step_bytes if task.digests is None else min(device.step_bytes, _CHECKED_BYTES)
-        return max(1, nbytes // self._chunk_bytes(task))
+    def _chunks_a_step(self, copy: CopyOnItsWay, device: Device) -> int:
+        num_chunks = device.step_bytes // copy.plan.chunks.chunk_bytes
+        if copy.task.digests is not None and copy.stage == 0:
+            num_chunks = min(num_chunks, _CHECKED_BYTES // copy.whole.chunks.chunk_bytes)
+        return max(1, num_chunks)
 
-    def _chunk_bytes(self, task: CopyTask) -> int:
-        blocks = len(task.block_ids) // BLOCK_ID_BYTES // len(task.offsets)
-        return blocks * self._caches[task.cache_id].layout.block_bytes
-
-    def _ask(self, copy: _Copy, now: float) -> bool | Failure:
+    def _ask(self, copy: CopyOnItsWay, now: float) -> bool | Failure:
         """Whether the copy may begin, or why it ends instead."""
         task = copy.task
         limit = self._limit(copy, now)
@@ -262,7 +238,7 @@ class CopyQueue:
         except (KVFerryError, ValueError) as error:
             return failure_of(error)
 
-    def _limit(self, copy: _Copy, now: float) -> Failure | None:
+    def _limit(self, copy: CopyOnItsWay, now: float) -> Failure | None:
         """Why the copy ends though its event has not come."""
         if self._is_cancelled(copy):
             return _CANCELLED
@@ -270,12 +246,13 @@ class CopyQueue:
             return Failure("deadline", "the engine's work before this job was not done in time; nothing was copied")
         return None
 
-    def _is_cancelled(self, copy: _Copy) -> bool:
+    def _is_cancelled(self, copy: CopyOnItsWay) -> bool:
         return copy.task.job_id in self._cancelled or copy.task.cache_id in self._ended
 
-    def _end(self, copy: _Copy, failure: Failure | None) -> None:
+    def _end(self, copy: CopyOnItsWay, failure: Failure | None) -> None:
         self._cancelled.discard(copy.task.job_id)
         task = copy.task
         direction = WRITE if task.direction is Direction.GATHER else READ
         moved = Moved(direction, copy.nbytes, copy.seconds) if copy.nbytes else None
-        self._post(CopyDone(task.cache_id, task.job_id, copy.next_chunk, failure, tuple(copy.digests), moved))
+        digests = tuple(copy.digests)
+        self._post(CopyDone(task.cache_id, task.job_id, copy.num_whole, failure, digests, copy.damaged, moved))

@@ -59,7 +59,8 @@ class CopyTask:
 
     `block_ids` are int32, equally many a chunk; chunk `i` lies at `offsets[i]` of the server's memory. The first
     `skip_blocks` blocks are left as they are. Where there are `digests`, one a chunk, what is gathered gets a checksum,
-    and what is scattered is checked against its own first (but for one of no bytes, which is not known).
+    and what is scattered is checked against its own first (but for one of no bytes, which is not known). What is
+    scattered may go in `stages`, each some planes of all chunks; there are no more of them than planes.
     """
 
     cache_id: int
@@ -71,6 +72,7 @@ class CopyTask:
     ticket: Ticket | None
     deadline: float
     digests: tuple[bytes, ...] | None = None
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +112,20 @@ class CacheOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class StageDone:
+    """The first `stages` stages of a copy are in place, and there are more."""
+
+    cache_id: int
+    job_id: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
 class CopyDone:
     """A copy has ended, and no byte of it moves any more: the first `num_chunks` are whole.
 
-    `digests` are the checksums of what was gathered, where they were asked for.
+    `digests` are the checksums of what was gathered, where they were asked for. `damaged` is the number of a chunk that
+    has not its own.
     """
 
     cache_id: int
@@ -121,6 +133,7 @@ class CopyDone:
     num_chunks: int
     failure: Failure | None = None
     digests: tuple[bytes, ...] = ()
+    damaged: int | None = None
     moved: Moved | None = field(default=None, compare=False)
 
 
@@ -148,4 +161,4 @@ class WorkerFailed:
     text: str
 
 
-Completion = FdsTaken | CacheOpened | CopyDone | CacheClosed | MemoryReady | WorkerFailed
+Completion = FdsTaken | CacheOpened | StageDone | CopyDone | CacheClosed | MemoryReady | WorkerFailed
