@@ -142,7 +142,7 @@ def test_a_killed_server_fails_what_was_still_coming(engine: Engine) -> None:
 
 
 def test_a_connection_lost_between_stages_leaves_nothing(engine: Engine) -> None:
-    """There is nobody to be told of the stage that lands."""
+    """Nobody may be there to be told of the stage that lands."""
     hold(engine, IN_STAGE_2, stoppable=False)
     job = engine.retrieve()
     wait_for_hold(engine)
@@ -150,9 +150,12 @@ def test_a_connection_lost_between_stages_leaves_nothing(engine: Engine) -> None
     assert link is not None
     link._hang_up("lost by the test")
     engine.stage.server.call("let_go")
-    with pytest.raises((RequestError, ServerGoneError)):
+    try:
         job.wait_stages(LAYERS, 20)
-    assert job.failed_block_ids == tuple(TARGET)
+    except (RequestError, ServerGoneError):
+        assert job.failed_block_ids == tuple(TARGET)
+    else:  # it was done before the server noticed
+        engine.check_layers(LAYERS)
     eventually(lambda: engine.client.connected)
     stats = engine.client.stats()
     assert (stats["sessions"], stats["leases"]) == (1, 0)
