@@ -40,6 +40,46 @@ class Waiter(Protocol):
         """There may be one again."""
 
 
+class Loan:
+    """What one waiter has of some buffers: one, or none. For the loop's thread."""
+
+    def __init__(self, buffers: Buffers, waiter: Waiter, failed: Callable[[Exception], None]) -> None:
+        """`failed` is told where there never will be one."""
+        self._buffers = buffers
+        self._waiter = waiter
+        self._failed = failed
+        self.buffer: Buffer | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether others wait for one, so that it should be given back soon."""
+        return self._buffers.are_waited_for
+
+    def take(self) -> Buffer | None:
+        """One, where there is none yet; or None: the waiter's `pump` is called when there may be one."""
+        try:
+            self.buffer = self._buffers.take(self._waiter)
+        except TransferError as error:
+            self._failed(error)
+        return self.buffer
+
+    def forget(self) -> None:
+        """None is waited for any more."""
+        self._buffers.forget(self._waiter)
+
+    def lose(self) -> None:
+        """The GPU may use it for ever."""
+        if self.buffer is not None:
+            self.buffer = None
+            self._buffers.lose()
+
+    def give_back(self) -> None:
+        """Nothing uses it any more; nothing happens where there is none."""
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None:
+            self._buffers.give_back(buffer)
+
+
 class Buffers:
     """For the loop's thread. Each waiter has at most one, the largest, and gets it after those who waited before.
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.errors import NcclStuckError, ProtocolError, TransferError
-from kvferry.p2p.carriers.pushes.buffers import Buffer, Buffers
+from kvferry.errors import NcclStuckError, ProtocolError
+from kvferry.p2p.carriers.pushes.buffers import Buffers, Loan
 from kvferry.p2p.carriers.pushes.lane import Lane
 from kvferry.p2p.carriers.pushes.outlet import MAX_AHEAD, Post
 from kvferry.p2p.carriers.pushes.pipes import ReceivePipe
@@ -61,8 +61,11 @@ class Inlet:
     expected: dict[int, Expected] = field(default_factory=dict)
     _pushes: deque[Run] = field(default_factory=deque)
     _begun: int = 0
-    _buffer: Buffer | None = None
+    _loan: Loan = field(init=False)
     _pipe: ReceivePipe | None = None
+
+    def __post_init__(self) -> None:
+        self._loan = Loan(self.buffers, self, self.failed)
 
     @property
     def is_idle(self) -> bool:
@@ -94,29 +97,22 @@ class Inlet:
         self.pump()
 
     def pump(self) -> None:
-        """Begin what there is a buffer for."""
+        """Begin what there is a buffer for: no more runs than a peer begins that sends what it has pushed."""
         while self._pushes and self._pipe is not None and self.lane is not None and not self.ended:
-            if self._buffer is None:
-                try:
-                    self._buffer = self.buffers.take(self)
-                except TransferError as error:
-                    self.failed(error)
-                if self._buffer is None:
+            buffer = self._loan.buffer
+            if buffer is None:
+                buffer = self._loan.take()
+                if buffer is None:
                     return
-            elif self._begun and (self.buffers.are_waited_for or self._is_full):
+            elif self._begun and (self._loan.is_due or self._begun >= MAX_AHEAD + len(buffer.slots)):
                 return
             run = self._pushes.popleft()
-            run.part_bytes = min(run.part_bytes, self._buffer.slot_bytes)
+            run.part_bytes = min(run.part_bytes, buffer.slot_bytes)
             self._begun += 1
-            self.lane.call(partial(self._pipe.start, run, self._buffer))
+            self.lane.call(partial(self._pipe.start, run, buffer))
             self.tell(Go(part_bytes=run.part_bytes))
             if run.wanted:
-                self._buffer.copies.prepare(run)
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether there are more runs than a peer begins that sends what it has pushed."""
-        return self._buffer is not None and self._begun >= MAX_AHEAD + len(self._buffer.slots)
+                buffer.copies.prepare(run)
 
     def stop(self, number: int) -> None:
         """Write no more of a transfer, then say so."""
@@ -133,16 +129,15 @@ class Inlet:
         self.ended = True
         self._pushes.clear()
         self.expected.clear()
-        self.buffers.forget(self)
+        self._loan.forget()
         self._settle()
         if self.lane is not None:
             self.lane.abort(why)
 
     def _done(self, _run: Run, error: Exception | None) -> None:
         self._begun -= 1
-        if isinstance(error, NcclStuckError) and self._buffer is not None:
-            self.buffers.lose()
-            self._buffer = None
+        if isinstance(error, NcclStuckError):
+            self._loan.lose()
         if error is not None and not self.ended:
             self.failed(error)
         self._settle()
@@ -150,6 +145,5 @@ class Inlet:
 
     def _settle(self) -> None:
         """Give the buffer back where nothing needs it."""
-        if self._buffer is not None and not self._begun:
-            buffer, self._buffer = self._buffer, None
-            self.buffers.give_back(buffer)
+        if not self._begun:
+            self._loan.give_back()

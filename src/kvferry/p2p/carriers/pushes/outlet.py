@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvferry.errors import NcclStuckError, ProtocolError, TransferError
-from kvferry.p2p.carriers.pushes.buffers import Buffer, Buffers
+from kvferry.errors import NcclStuckError, ProtocolError
+from kvferry.p2p.carriers.pushes.buffers import Buffers, Loan
 from kvferry.p2p.carriers.pushes.lane import Lane
 from kvferry.p2p.carriers.pushes.pipes import SendPipe
 from kvferry.p2p.carriers.pushes.run import Run
@@ -58,8 +58,11 @@ class Outlet:
     _pushed: deque[Run] = field(default_factory=deque)
     _go_by: float = math.inf
     _begun: int = 0
-    _buffer: Buffer | None = None
+    _loan: Loan = field(init=False)
     _pipe: SendPipe | None = None
+
+    def __post_init__(self) -> None:
+        self._loan = Loan(self.buffers, self, self.failed)
 
     def connect(self, lane: Lane) -> None:
         """Send over this lane from now on."""
@@ -71,16 +74,13 @@ class Outlet:
         """Push as much as may be agreed on at once."""
         while self.queue and self._pipe is not None and not self.ended:
             agreed = len(self._pushed) + self._begun
-            if self._buffer is None:
-                try:
-                    self._buffer = self.buffers.take(self)
-                except TransferError as error:
-                    self.failed(error)
-                if self._buffer is None:
+            buffer = self._loan.buffer
+            if buffer is None:
+                buffer = self._loan.take()
+                if buffer is None:
                     return
-            elif agreed >= MAX_AHEAD or (agreed and self.buffers.are_waited_for):
+            elif agreed >= MAX_AHEAD or (agreed and self._loan.is_due):
                 return
-            buffer = self._buffer  # given back where the session ends by telling the peer, which takes no messages
             part_bytes = buffer.slot_bytes
             run = self._next_run(_SLOTS_A_RUN * part_bytes)
             self.reading[run.number] += 1
@@ -109,21 +109,22 @@ class Outlet:
         """Read a transfer's blocks no more, then say so."""
         self.queue = deque(item for item in self.queue if item.number != number)
         if not self.queue:
-            self.buffers.forget(self)
+            self._loan.forget()
         self._stopping.add(number)
         self._look(number)
 
     def go(self, message: Go) -> None:
         """The peer is ready for the first run that was pushed. Raises ProtocolError where that cannot be."""
-        if self.lane is None or self._pipe is None or self._buffer is None or not self._pushed:
+        buffer = self._loan.buffer
+        if self.lane is None or self._pipe is None or buffer is None or not self._pushed:
             raise ProtocolError("a go for nothing that was pushed")
-        if message.part_bytes > self._buffer.slot_bytes:
-            raise ProtocolError(f"a go for parts of {message.part_bytes} bytes, slots have {self._buffer.slot_bytes}")
+        if message.part_bytes > buffer.slot_bytes:
+            raise ProtocolError(f"a go for parts of {message.part_bytes} bytes, slots have {buffer.slot_bytes}")
         run = self._pushed.popleft()
         self._go_by = time.monotonic() + GO_S if self._pushed else math.inf
         run.part_bytes = message.part_bytes
         self._begun += 1
-        self.lane.call(partial(self._pipe.start, run, self._buffer))
+        self.lane.call(partial(self._pipe.start, run, buffer))
 
     def is_late(self, now: float) -> bool:
         """Whether the peer should have begun the first run that was pushed."""
@@ -133,7 +134,7 @@ class Outlet:
         """The session has ended: begin nothing more. What runs is waited for; stops are still answered."""
         self.ended = True
         self.queue.clear()
-        self.buffers.forget(self)
+        self._loan.forget()
         while self._pushed:
             self._read(self._pushed.popleft())
         self._settle()
@@ -142,9 +143,8 @@ class Outlet:
 
     def _done(self, run: Run, error: Exception | None) -> None:
         self._begun -= 1
-        if isinstance(error, NcclStuckError) and self._buffer is not None:
-            self.buffers.lose()
-            self._buffer = None
+        if isinstance(error, NcclStuckError):
+            self._loan.lose()
         self._read(run)
         if error is not None and not self.ended:
             self.failed(error)
@@ -153,9 +153,8 @@ class Outlet:
 
     def _settle(self) -> None:
         """Give the buffer back where nothing needs it."""
-        if self._buffer is not None and not self._begun and not self._pushed:
-            buffer, self._buffer = self._buffer, None
-            self.buffers.give_back(buffer)
+        if not (self._begun or self._pushed):
+            self._loan.give_back()
 
     def _read(self, run: Run) -> None:
         self.reading[run.number] -= 1
